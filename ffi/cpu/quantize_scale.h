@@ -1,0 +1,199 @@
+// From a block's largest magnitude to its stored scale, and from a stored scale to what its values are divided by.
+// Scalar, shared by all tiers. Expects the default floating-point state (FloatState below).
+#ifndef JAXLOWBIT_FFI_CPU_QUANTIZE_SCALE_H_
+#define JAXLOWBIT_FFI_CPU_QUANTIZE_SCALE_H_
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "ffi/common/enums.h"
+#include "ffi/cpu/quantize_kernels.h"
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace jaxlowbit::cpu {
+
+// XLA runs its CPU threads with subnormals flushed, other runtimes do not, and a caller may have changed the
+// rounding mode. While one of these lives the thread rounds to nearest and flushes nothing, so results depend on
+// the inputs alone; the contract's own flushes are written out where they are due.
+class FloatState {
+ public:
+#if defined(__x86_64__)
+  FloatState() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
+  ~FloatState() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#elif defined(__aarch64__)
+  FloatState() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" : : "r"(uint64_t{0}));
+  }
+  ~FloatState() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
+
+ private:
+  uint64_t saved_;
+#else
+  FloatState() {}
+  ~FloatState() {}
+#endif
+  FloatState(const FloatState&) = delete;
+  FloatState& operator=(const FloatState&) = delete;
+};
+
+inline uint32_t Bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline float FromBits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+constexpr uint32_t kInfinityBits = 0x7F800000u;
+constexpr uint32_t kNanBits = 0x7FC00000u;
+constexpr uint32_t kMinNormalBits = 0x00800000u;
+constexpr uint32_t kFractionBits = 0x007FFFFFu;
+constexpr float kMinScale = 0x1p-126f;       // the smallest normal f32
+constexpr float kMinE4m3Scale = 0x1p-9f;     // the smallest positive E4M3
+constexpr uint8_t kE8m0Nan = 0xFF;
+constexpr uint8_t kE4m3Nan = 0x7F;
+constexpr uint8_t kE4m3Max = 0x7E;
+
+struct ElementLimits {
+  float max_code;
+  int max_exponent;  // floor(log2(max_code))
+  int mantissa;
+};
+
+inline ElementLimits LimitsOf(Element element) {
+  switch (element) {
+    case Element::kE5m2: return {57344.0f, 15, 2};
+    case Element::kE2m1: return {6.0f, 2, 1};
+    default: return {448.0f, 8, 3};
+  }
+}
+
+// Everything of a call that its scales depend on.
+struct ScaleRule {
+  ElementLimits limits;
+  ScaleKind kind;
+  ScaleRounding rounding;
+  float amax_ub;  // infinity: none
+  bool given;     // the caller's scales, which need not bound anything
+};
+
+// A magnitude's bits in the input type, as f32 bits. f32 subnormals become zero.
+inline uint32_t PeakToF32(Input input, uint32_t peak) {
+  if (input == Input::kF16) {
+    const uint32_t exponent = peak >> 10, fraction = peak & 0x3FFu;
+    if (exponent == 31) return fraction ? kNanBits : kInfinityBits;
+    if (exponent == 0) return Bits(static_cast<float>(fraction) * 0x1p-24f);
+    return ((exponent + 112) << 23) | (fraction << 13);
+  }
+  const uint32_t bits = input == Input::kBf16 ? peak << 16 : peak;
+  return bits < kMinNormalBits ? 0 : bits;
+}
+
+// Nearest E4M3 code of a positive value of at least 2**-9, saturating.
+inline uint8_t E4m3FromPositive(float value) {
+  if (value >= 448.0f) return kE4m3Max;
+  const uint32_t bits = Bits(value);
+  if (value < 0x1p-6f) return static_cast<uint8_t>(Bits(value + 0x1p14f) - Bits(0x1p14f));
+  return static_cast<uint8_t>(((bits + 0x7FFFFu + ((bits >> 20) & 1u)) >> 20) - (120u << 3));
+}
+
+inline float E4m3Value(uint8_t code) {
+  const int exponent = (code >> 3) & 15, fraction = code & 7;
+  if ((code & 0x7F) == kE4m3Nan) return FromBits(kNanBits);
+  const float magnitude = exponent ? std::ldexp(static_cast<float>(8 + fraction), exponent - 10)
+                                   : static_cast<float>(fraction) * 0x1p-9f;
+  return code & 0x80 ? -magnitude : magnitude;
+}
+
+// The stored scale of a block with the finite magnitude `amax`, as f32 bits or as a byte.
+inline uint32_t StoredScale(const ScaleRule& rule, uint32_t peak_bits, bool two_level, float global_scale) {
+  // Nothing is hidden: a block that holds inf or NaN says so, whatever bound the caller gave.
+  if (peak_bits >= kInfinityBits) {
+    return rule.kind == ScaleKind::kF32 ? kNanBits : rule.kind == ScaleKind::kE8m0 ? kE8m0Nan : kE4m3Nan;
+  }
+  float amax = FromBits(peak_bits);
+  if (amax > rule.amax_ub) amax = rule.amax_ub;
+  float scale = amax / rule.limits.max_code;
+
+  if (rule.kind == ScaleKind::kE4m3) {
+    if (scale < kMinScale) scale = 0.0f;
+    if (two_level) scale = scale / global_scale;
+    if (scale != scale) return kE4m3Nan;
+    return E4m3FromPositive(scale > kMinE4m3Scale ? scale : kMinE4m3Scale);
+  }
+
+  if (scale < kMinScale) scale = kMinScale;
+  if (rule.kind == ScaleKind::kF32) {
+    const uint32_t bits = Bits(scale);
+    if (rule.rounding != ScaleRounding::kPow2) return bits;
+    return (bits + kFractionBits) & ~kFractionBits;  // the exponent grows by one unless the fraction is zero
+  }
+
+  // E8M0: the biased f32 exponent of the wanted power of two is the byte.
+  const uint32_t amax_bits = Bits(amax);
+  int byte;
+  switch (rule.rounding) {
+    case ScaleRounding::kFloor: byte = static_cast<int>(amax_bits >> 23) - rule.limits.max_exponent; break;
+    case ScaleRounding::kCeil:
+      byte = static_cast<int>((amax_bits + kFractionBits) >> 23) - rule.limits.max_exponent;
+      break;
+    case ScaleRounding::kEven:
+      byte = static_cast<int>((amax_bits + (1u << (22 - rule.limits.mantissa))) >> 23) - rule.limits.max_exponent;
+      break;
+    default: byte = static_cast<int>((Bits(scale) + kFractionBits) >> 23); break;  // rceil
+  }
+  // Byte 0 is 2**-127, a subnormal: no computed scale uses it.
+  return static_cast<uint32_t>(byte < 1 ? 1 : byte > 254 ? 254 : byte);
+}
+
+inline bool IsPowerOfTwo(float value) { return (Bits(value) & kFractionBits) == 0; }
+
+// What a block's values are divided by, from its stored scale.
+inline Divisor DivisorOf(const ScaleRule& rule, uint32_t stored, bool two_level, float global_scale) {
+  float value;
+  bool bounded = !rule.given && rule.amax_ub == std::numeric_limits<float>::infinity();
+  if (rule.kind == ScaleKind::kF32) {
+    value = FromBits(stored);
+    if ((stored & 0x7FFFFFFFu) < kMinNormalBits) value = std::copysign(0.0f, value);
+  } else if (rule.kind == ScaleKind::kE8m0) {
+    if (stored == kE8m0Nan) {
+      value = FromBits(kNanBits);
+    } else if (stored == 0) {
+      value = 0x1p-127f;
+    } else {
+      value = FromBits(stored << 23);
+    }
+  } else {
+    value = E4m3Value(static_cast<uint8_t>(stored));
+    if (stored == kE4m3Max) bounded = false;  // may have saturated
+  }
+  if (two_level) {
+    value *= global_scale;
+    if (value < kMinScale) value = kMinScale;
+  }
+  const float magnitude = std::fabs(value);
+  if (IsPowerOfTwo(value) && magnitude <= 0x1p126f && magnitude >= kMinScale) {
+    return {value, 1.0f / value, Division::kExact};
+  }
+  // The refined division wants every intermediate well inside f32's range. bounded: |x| is at most about twice
+  // max_code times the scale, so the quotient cannot overflow.
+  if (bounded && value >= 0x1p-60f && value <= 0x1p60f) return {value, 1.0f / value, Division::kRefined};
+  return {value, 0.0f, Division::kDivide};
+}
+
+}  // namespace jaxlowbit::cpu
+
+#endif  // JAXLOWBIT_FFI_CPU_QUANTIZE_SCALE_H_
