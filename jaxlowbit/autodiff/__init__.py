@@ -1,0 +1,1 @@
+"""Gradients: the only place with custom_vjp."""
