@@ -22,7 +22,7 @@ from jaxlowbit.formats import Format
 F64: TypeAlias = npt.NDArray[np.float64]
 NumPy: TypeAlias = npt.NDArray[Any]
 
-_CODE_DTYPE = {
+_CODE_DTYPE: dict[str, np.dtype[Any]] = {
     "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
     "e5m2": np.dtype(ml_dtypes.float8_e5m2),
     "e2m1": np.dtype(ml_dtypes.float4_e2m1fn),
@@ -206,7 +206,11 @@ def quantize(x: Any, fmt: Format, *, global_scale: float | None = None, pow2: bo
 
 
 def _stored(fmt: Format) -> np.dtype[Any]:
-    kinds = {"f32": np.dtype(np.float32), "e8m0": np.dtype(np.uint8), "e4m3": _CODE_DTYPE["e4m3"]}
+    kinds: dict[str, np.dtype[Any]] = {
+        "f32": np.dtype(np.float32),
+        "e8m0": np.dtype(np.uint8),
+        "e4m3": _CODE_DTYPE["e4m3"],
+    }
     return kinds[fmt.scale.name]
 
 
