@@ -23,7 +23,7 @@ struct ElementTraits {
   static constexpr bool packed = kIsPacked;
 };
 using E4m3Traits = ElementTraits<3, -6, 0x43E00000u, 0x7E, 0x7F, 7, false>;           // 448
-using E5m2Traits = ElementTraits<2, -14, 0x47600000u, 0x7B, 0x7F, 7, false>;          // 57344
+using E5m2Traits = ElementTraits<2, -14, 0x47600000u, 0x7B, 0x7E, 7, false>;          // 57344
 using E2m1Traits = ElementTraits<1, 0, 0x40C00000u, 7, 0, 3, true>;                   // 6; no NaN: its scale holds it
 using E2m1UnpackedTraits = ElementTraits<1, 0, 0x40C00000u, 7, 0, 3, false>;
 

@@ -126,17 +126,18 @@ inline uint32_t StoredScale(const ScaleRule& rule, uint32_t peak_bits, bool two_
   }
   float amax = FromBits(peak_bits);
   if (amax > rule.amax_ub) amax = rule.amax_ub;
-  float scale = amax / rule.limits.max_code;
 
   if (rule.kind == ScaleKind::kE4m3) {
+    float scale = amax / rule.limits.max_code;
     if (scale < kMinScale) scale = 0.0f;
     if (two_level) scale = scale / global_scale;
     if (scale != scale) return kE4m3Nan;
     return E4m3FromPositive(scale > kMinE4m3Scale ? scale : kMinE4m3Scale);
   }
 
-  if (scale < kMinScale) scale = kMinScale;
   if (rule.kind == ScaleKind::kF32) {
+    float scale = amax / rule.limits.max_code;
+    if (scale < kMinScale) scale = kMinScale;
     const uint32_t bits = Bits(scale);
     if (rule.rounding != ScaleRounding::kPow2) return bits;
     return (bits + kFractionBits) & ~kFractionBits;  // the exponent grows by one unless the fraction is zero
@@ -153,7 +154,10 @@ inline uint32_t StoredScale(const ScaleRule& rule, uint32_t peak_bits, bool two_
     case ScaleRounding::kEven:
       byte = static_cast<int>((amax_bits + (1u << (22 - rule.limits.mantissa))) >> 23) - rule.limits.max_exponent;
       break;
-    default: byte = static_cast<int>((Bits(scale) + kFractionBits) >> 23); break;  // rceil
+    default: {  // rceil: the smallest power of two that amax / max_code does not exceed
+      const bool above = (amax_bits & kFractionBits) > (Bits(rule.limits.max_code) & kFractionBits);
+      byte = static_cast<int>(amax_bits >> 23) + above - rule.limits.max_exponent;
+    }
   }
   // Byte 0 is 2**-127, a subnormal: no computed scale uses it.
   return static_cast<uint32_t>(byte < 1 ? 1 : byte > 254 ? 254 : byte);
