@@ -35,7 +35,7 @@ constexpr int kCodes = 4;
 
 // How x / divisor is computed. All ways give the correctly rounded f32 quotient wherever it matters for a code.
 enum class Division : int32_t {
-  kDivide = 0,   // one IEEE division; any divisor, any input
+  kDivide = 0,   // x * lift / divisor, one IEEE division; any divisor, any input
   kExact = 1,    // x * reciprocal, the divisor being a power of two whose reciprocal is a normal number
   kRefined = 2,  // x * reciprocal with one exact-remainder step; needs a bounded quotient and a normal reciprocal
 };
@@ -43,6 +43,7 @@ enum class Division : int32_t {
 struct Divisor {
   float value;
   float reciprocal;
+  float lift;  // a power of two that keeps a tiny divisor out of the subnormals; 1 but for kDivide
   Division division;
 };
 

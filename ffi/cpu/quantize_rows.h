@@ -39,7 +39,8 @@ JAXLOWBIT_LANE Ints Max(Ints a, Ints b) { return a > b ? a : b; }
 
 // x / divisor, correctly rounded where a code can depend on it. f32 subnormals count as zero.
 template <typename In, Division kDivision>
-JAXLOWBIT_LANE Floats Quotient(Floats x, Floats divisor, Floats reciprocal) {
+JAXLOWBIT_LANE Floats Quotient(Floats x, const Divisor& by) {
+  const Floats divisor = Splat(by.value), reciprocal = Splat(by.reciprocal);
   if constexpr (kDivision == Division::kRefined && kHasMultiplyAdd) {
     // Markstein: with the correctly rounded reciprocal and an exact remainder this is the IEEE quotient. No flush
     // of x is needed: the divisor is at least 2**-60 here, so a subnormal x is far below half the smallest code.
@@ -48,7 +49,7 @@ JAXLOWBIT_LANE Floats Quotient(Floats x, Floats divisor, Floats reciprocal) {
     return MultiplyAdd(remainder, reciprocal, first);
   } else {
     if constexpr (In::has_f32_subnormals) x = (Floats)((Ints)x & (((Ints)x & kMagnitude) >= Splat(kMinNormal)));
-    return kDivision == Division::kExact ? x * reciprocal : x / divisor;
+    return kDivision == Division::kExact ? x * reciprocal : x * by.lift / divisor;
   }
 }
 
@@ -125,7 +126,7 @@ template <typename In, typename Element, Division kDivision, bool kStochastic>
 JAXLOWBIT_LANE void EncodeLanes(const typename In::Raw* x, const Divisor& divisor, const Random& random,
                                 uint64_t counter, uint8_t* codes) {
   Floats value = Load(x, In{});
-  Floats quotient = Quotient<In, kDivision>(value, Splat(divisor.value), Splat(divisor.reciprocal));
+  Floats quotient = Quotient<In, kDivision>(value, divisor);
   // Not the quotient's sign: the refined division loses that of a zero.
   int32_t divisor_bits;
   std::memcpy(&divisor_bits, &divisor.value, 4);

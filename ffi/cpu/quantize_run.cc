@@ -6,6 +6,7 @@
 #include "ffi/cpu/quantize_run.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -73,19 +74,22 @@ class Run {
     const uint64_t index = static_cast<uint64_t>((b * p_.rows + r) * p_.columns + c);
     return {{p_.key[0], p_.key[1]}, p_.offset + index};
   }
-  bool two_level() const { return p_.global_scale != nullptr; }
-  float Global(int64_t b) const { return two_level() ? p_.global_scale[b] : 1.0f; }
+  float Global(int64_t b) const {
+    if (p_.global_scale == nullptr) return 1.0f;
+    const float value = p_.global_scale[b];
+    return std::fabs(value) < kMinScale ? 0.0f : value;  // a subnormal counts as zero
+  }
 
   // Makes and stores the scale of block (b, i, j) from its peak in the input type.
   Divisor StoreScale(int64_t b, int64_t i, int64_t j, uint32_t peak) const {
-    const uint32_t stored = StoredScale(p_.rule, PeakToF32(p_.input, peak), two_level(), Global(b));
+    const uint32_t stored = StoredScale(p_.rule, PeakToF32(p_.input, peak), Global(b));
     uint8_t* out = ScaleAt(b, i, j);
     if (scale_bytes_ == 4) {
       std::memcpy(out, &stored, 4);
     } else {
       *out = static_cast<uint8_t>(stored);
     }
-    return DivisorOf(p_.rule, stored, two_level(), Global(b));
+    return DivisorOf(p_.rule, stored, Global(b));
   }
   uint8_t* ScaleAt(int64_t b, int64_t i, int64_t j) const {
     return static_cast<uint8_t*>(p_.scale) + ((b * grid_rows_ + i) * grid_columns_ + j) * scale_bytes_;
@@ -93,7 +97,7 @@ class Run {
   Divisor LoadDivisor(int64_t b, int64_t i, int64_t j) const {
     uint32_t stored = *ScaleAt(b, i, j);
     if (scale_bytes_ == 4) std::memcpy(&stored, ScaleAt(b, i, j), 4);
-    return DivisorOf(p_.rule, stored, two_level(), Global(b));
+    return DivisorOf(p_.rule, stored, Global(b));
   }
 
   Codes CodesKind() const {

@@ -118,8 +118,12 @@ inline float E4m3Value(uint8_t code) {
   return code & 0x80 ? -magnitude : magnitude;
 }
 
-// The stored scale of a block with the finite magnitude `amax`, as f32 bits or as a byte.
-inline uint32_t StoredScale(const ScaleRule& rule, uint32_t peak_bits, bool two_level, float global_scale) {
+// Global scales this small would make products with a block scale subnormal: both sides of a quotient are then
+// multiplied by 2**64.
+inline float LiftOf(float global_scale) { return global_scale < 0x1p-60f ? 0x1p64f : 1.0f; }
+
+// The stored scale of a block, as f32 bits or as a byte. `global_scale` is 1 where there is none.
+inline uint32_t StoredScale(const ScaleRule& rule, uint32_t peak_bits, float global_scale) {
   // Nothing is hidden: a block that holds inf or NaN says so, whatever bound the caller gave.
   if (peak_bits >= kInfinityBits) {
     return rule.kind == ScaleKind::kF32 ? kNanBits : rule.kind == ScaleKind::kE8m0 ? kE8m0Nan : kE4m3Nan;
@@ -128,9 +132,8 @@ inline uint32_t StoredScale(const ScaleRule& rule, uint32_t peak_bits, bool two_
   if (amax > rule.amax_ub) amax = rule.amax_ub;
 
   if (rule.kind == ScaleKind::kE4m3) {
-    float scale = amax / rule.limits.max_code;
-    if (scale < kMinScale) scale = 0.0f;
-    if (two_level) scale = scale / global_scale;
+    const float lift = LiftOf(global_scale);
+    const float scale = amax * lift / rule.limits.max_code / (global_scale * lift);
     if (scale != scale) return kE4m3Nan;
     return E4m3FromPositive(scale > kMinE4m3Scale ? scale : kMinE4m3Scale);
   }
@@ -159,43 +162,39 @@ inline uint32_t StoredScale(const ScaleRule& rule, uint32_t peak_bits, bool two_
       byte = static_cast<int>(amax_bits >> 23) + above - rule.limits.max_exponent;
     }
   }
-  // Byte 0 is 2**-127, a subnormal: no computed scale uses it.
-  return static_cast<uint32_t>(byte < 1 ? 1 : byte > 254 ? 254 : byte);
+  // rceil has the bound of the f32 scales, 2**-126; the others use byte 0 too, which is 2**-127.
+  const int smallest = rule.rounding == ScaleRounding::kRceil ? 1 : 0;
+  return static_cast<uint32_t>(byte < smallest ? smallest : byte > 254 ? 254 : byte);
 }
 
 inline bool IsPowerOfTwo(float value) { return (Bits(value) & kFractionBits) == 0; }
 
 // What a block's values are divided by, from its stored scale.
-inline Divisor DivisorOf(const ScaleRule& rule, uint32_t stored, bool two_level, float global_scale) {
+inline Divisor DivisorOf(const ScaleRule& rule, uint32_t stored, float global_scale) {
   float value;
+  float lift = 1.0f;
   bool bounded = !rule.given && rule.amax_ub == std::numeric_limits<float>::infinity();
   if (rule.kind == ScaleKind::kF32) {
     value = FromBits(stored);
-    if ((stored & 0x7FFFFFFFu) < kMinNormalBits) value = std::copysign(0.0f, value);
+    if (std::fabs(value) < kMinScale) value = std::copysign(0.0f, value);
   } else if (rule.kind == ScaleKind::kE8m0) {
-    if (stored == kE8m0Nan) {
-      value = FromBits(kNanBits);
-    } else if (stored == 0) {
-      value = 0x1p-127f;
-    } else {
-      value = FromBits(stored << 23);
-    }
+    value = stored == kE8m0Nan ? FromBits(kNanBits) : FromBits(stored << 23);
+    if (stored == 0) value = kMinScale, lift = 2.0f;  // 2**-127 in normal numbers
   } else {
-    value = E4m3Value(static_cast<uint8_t>(stored));
+    lift = LiftOf(global_scale);
+    value = E4m3Value(static_cast<uint8_t>(stored)) * (global_scale * lift);
     if (stored == kE4m3Max) bounded = false;  // may have saturated
   }
-  if (two_level) {
-    value *= global_scale;
-    if (value < kMinScale) value = kMinScale;
+  if (lift == 1.0f) {
+    const float magnitude = std::fabs(value);
+    if (IsPowerOfTwo(value) && magnitude <= 0x1p126f && magnitude >= kMinScale) {
+      return {value, 1.0f / value, lift, Division::kExact};
+    }
+    // The refined division wants every intermediate well inside f32's range. bounded: |x| is at most about twice
+    // max_code times the scale, so the quotient cannot overflow.
+    if (bounded && value >= 0x1p-60f && value <= 0x1p60f) return {value, 1.0f / value, lift, Division::kRefined};
   }
-  const float magnitude = std::fabs(value);
-  if (IsPowerOfTwo(value) && magnitude <= 0x1p126f && magnitude >= kMinScale) {
-    return {value, 1.0f / value, Division::kExact};
-  }
-  // The refined division wants every intermediate well inside f32's range. bounded: |x| is at most about twice
-  // max_code times the scale, so the quotient cannot overflow.
-  if (bounded && value >= 0x1p-60f && value <= 0x1p60f) return {value, 1.0f / value, Division::kRefined};
-  return {value, 0.0f, Division::kDivide};
+  return {value, 0.0f, lift, Division::kDivide};
 }
 
 }  // namespace jaxlowbit::cpu
