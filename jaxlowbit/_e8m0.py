@@ -30,10 +30,10 @@ E8M0Rounding: TypeAlias = Literal["exact", "rceil", "floor", "ceil", "even"]
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 
-def _e8m0_byte(bits: Array, exponent: Array) -> Array:
+def _e8m0_byte(bits: Array, exponent: Array, lowest: int = 0) -> Array:
     """Clamps a biased exponent (int32) to finite bytes; negative, infinite and NaN inputs give 255."""
     xp = namespace(bits)
-    byte = xp.clip(exponent, 0, 254)
+    byte = xp.clip(exponent, lowest, 254)
     # As unsigned numbers, negative floats lie above NaN and infinity.
     bad = (bits >= F32_INF) & (bits != np.uint32(0x80000000))
     return xp.where(bad, np.int32(255), byte).astype(np.uint8)
@@ -138,7 +138,7 @@ def mx_scale(amax: Array, element: str | ElementType, rounding: str) -> Array:
     """E8M0 byte of a block from its absolute maximum, by integer arithmetic alone.
 
     With ``emax`` the exponent of the element's largest value:
-      ``"rceil"``: the smallest power of two s with amax / s <= max, so nothing saturates.
+      ``"rceil"``: the smallest power of two s with amax / s <= max, so nothing saturates; at least 2**-126.
       ``"floor"``: 2**(floor(log2 amax) - emax), the text of OCP MX v1.0; up to the top of the last binade saturates.
       ``"ceil"``:  2**(ceil(log2 amax) - emax).
       ``"even"``:  floor, after amax is rounded to the element's mantissa.
@@ -147,7 +147,7 @@ def mx_scale(amax: Array, element: str | ElementType, rounding: str) -> Array:
       amax: non-negative, any shape, float32 (or narrower).
 
     Returns:
-      uint8, clamped to 0..254; an infinite or NaN amax gives 255; zero and subnormals give 0.
+      uint8, clamped to 0..254 (``"rceil"``: 1..254, like float32 scales); an infinite or NaN amax gives 255.
 
     Raises:
       ValueError: unknown element or rounding.
@@ -172,4 +172,5 @@ def mx_scale(amax: Array, element: str | ElementType, rounding: str) -> Array:
             got=repr(rounding),
             fix="Name the rule that the checkpoint or recipe uses; rceil never saturates.",
         )
-    return shaped(_e8m0_byte(bits, exponent - kind.max_exponent), shape)
+    lowest = 1 if rounding == "rceil" else 0
+    return shaped(_e8m0_byte(bits, exponent - kind.max_exponent, lowest), shape)

@@ -5,6 +5,8 @@ Threefry-2x32 with 20 rounds: Salmon, Moraes, Dror, Shaw, "Parallel random numbe
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,3 +104,61 @@ def encode_stochastic(x: Array, element: str | ElementType, bits: Array) -> Arra
     binade = (exponent - kind.min_exponent).astype(np.uint32) << kind.mantissa_bits
     code = binade + whole.astype(np.uint32) + up.astype(np.uint32)
     return shaped(finish(values, code, kind, saturate=True), shape)
+
+
+def counter_words(shape: tuple[int, ...], offset: int | Array, *, row_stride: int | None = None) -> tuple[Array, Array]:
+    """64-bit counters ``offset + row * row_stride + column`` of an array, as uint32 words (hi, lo) of that shape.
+
+    Args:
+      shape: at least one dimension; rows are counted over all dimensions but the last.
+      offset: a Python int below 2**64, or uint32 words (2,) as (hi, lo).
+      row_stride: the last dimension unless given (packed codes of an odd length take one more).
+    """
+    words = offset_words(offset)
+    xp = namespace(words)
+    *outer, columns = shape
+    stride = columns if row_stride is None else row_stride
+    rows = xp.arange(math.prod(outer), dtype=np.uint32).reshape(*outer, 1)
+    # rows * stride in 64 bits, from products of 16-bit halves.
+    low_row, high_row = rows & np.uint32(0xFFFF), rows >> 16
+    low_stride, high_stride = np.uint32(stride & 0xFFFF), np.uint32(stride >> 16 & 0xFFFF)
+    middle = high_row * low_stride + (low_row * low_stride >> 16)
+    other = low_row * high_stride + (middle & np.uint32(0xFFFF))
+    hi = high_row * high_stride + (middle >> 16) + (other >> 16)
+    lo = rows * np.uint32(stride & 0xFFFFFFFF)
+    column = xp.arange(columns, dtype=np.uint32).reshape(*[1] * len(outer), columns)
+    hi, lo = _add64(hi, lo, words[0], words[1])
+    return _add64(hi, lo, np.uint32(0), column)
+
+
+def offset_words(offset: int | Array) -> Array:
+    """An offset as uint32 words (hi, lo): from a Python int, an integer scalar array, or such words already.
+
+    Raises ValueError for an int outside 0..2**64 - 1 and TypeError for anything else.
+    """
+    if isinstance(offset, int) and not isinstance(offset, bool):
+        if not 0 <= offset < 1 << 64:
+            errors.bad_value(
+                "quantize", "offset", expected="0 <= offset < 2**64", got=str(offset), fix="It counts elements."
+            )
+        return np.array([offset >> 32, offset & 0xFFFFFFFF], np.uint32)
+    dtype = np.dtype(getattr(offset, "dtype", np.float32))
+    if dtype == np.uint32 and offset.shape == (2,):
+        return offset
+    if dtype.kind not in "iu" or offset.shape != ():
+        errors.bad_type(
+            "quantize",
+            "offset",
+            expected="an int, an integer scalar, or uint32 words (2,) as (hi, lo)",
+            got=offset,
+            fix="Count the elements that earlier shards hold.",
+        )
+    xp = namespace(offset)
+    high = (offset >> 32).astype(np.uint32) if dtype.itemsize == 8 else xp.zeros((), np.uint32)
+    return xp.stack([high, offset.astype(np.uint32)])
+
+
+def _add64(hi: Array, lo: Array, more_hi: Array, more_lo: Array) -> tuple[Array, Array]:
+    total = lo + more_lo
+    carry = (total < more_lo).astype(np.uint32)
+    return hi + more_hi + carry, total

@@ -33,10 +33,11 @@ from jaxlowbit._bits import (
     shaped,
 )
 from jaxlowbit._e8m0 import decode_e8m0, e8m0_factors, encode_e8m0, mx_scale
-from jaxlowbit._stochastic import encode_stochastic, key_words, stochastic_bits
+from jaxlowbit._stochastic import counter_words, encode_stochastic, key_words, stochastic_bits
 from jaxlowbit.formats import E2M1, E4M3, E5M2, ElementType
 
 __all__ = [
+    "counter_words",
     "decode",
     "decode_e2m1",
     "decode_e4m3",

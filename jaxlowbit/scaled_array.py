@@ -183,17 +183,18 @@ class ScaledArray:
         if self.row_splits:
             parts = [self.segment(i).dequantize(dtype) for i in range(len(self.segments))]
             return jnp.concatenate(parts, axis=-2)
-        values = decode_elements(self.data, self.format, self.k)
+        values = decode_elements(jnp.asarray(self.data), self.format, self.k)
         block_rows, block_k = self.format.resolve_block(self.rows, self.k)
-        scale = decode_scale(self.scale, self.format)
-        scale = expand_axis(scale, -1, block_k, self.k)
-        if self.ndim > 1:
-            scale = expand_axis(scale, -2, block_rows, self.rows)
-        values = values * scale
+        for scale in scale_factors(jnp.asarray(self.scale), self.format):
+            scale = expand_axis(scale, -1, block_k, self.k)
+            if self.ndim > 1:
+                scale = expand_axis(scale, -2, block_rows, self.rows)
+            values = values * scale
         if self.global_scale is not None:
             outer = jnp.asarray(self.global_scale, jnp.float32)
             values = values * outer.reshape(outer.shape + (1,) * (values.ndim - outer.ndim))
-        return values.astype(dtype)
+        result: jax.Array = values.astype(dtype)
+        return result
 
     @property
     def mT(self) -> ScaledArray:
@@ -242,6 +243,13 @@ def decode_scale(scale: Array, fmt: Format) -> Array:
     if fmt.scale.name == "e4m3":
         return codecs.decode(scale, "e4m3")
     return jnp.asarray(scale, jnp.float32)
+
+
+def scale_factors(scale: Array, fmt: Format) -> tuple[Array, ...]:
+    """Float32 factors to multiply by one after the other: one, but two for E8M0, whose 2**-127 is a subnormal."""
+    if fmt.scale.name == "e8m0":
+        return codecs.e8m0_factors(scale)
+    return (decode_scale(scale, fmt),)
 
 
 def expand_axis(scale: Array, axis: int, block: int, length: int) -> Array:
