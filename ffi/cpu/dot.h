@@ -104,12 +104,17 @@ inline void RhsScales(const DotProblem& p, int64_t c, int64_t o, int64_t count, 
   for (int64_t i = count; i < padded; ++i) out[i] = 0.0f;
 }
 
-// Fills every element of every problem's output. The problems differ in their pointers only.
-void DotPortable(const DotProblem* problems, int64_t count, Executor& executor);
+// Kernels fill every element of every problem's output. The problems of a call differ in their pointers only.
+// Each kernel runs only where the processor has its instructions; those with a "Serves" take what it accepts, the
+// others take anything. "Gemv" kernels are for few lhs rows.
+using DotFunction = void(const DotProblem* problems, int64_t count, Executor& executor);
+using DotServes = bool(const DotProblem& problem);
+
+DotFunction DotPortable;
 #if defined(__x86_64__)
-void DotAvx2(const DotProblem* problems, int64_t count, Executor& executor);
-void DotAvx512(const DotProblem* problems, int64_t count, Executor& executor);
-void DotAmx(const DotProblem* problems, int64_t count, Executor& executor);
+DotFunction DotAvx2, DotAvx512, DotAmx;
+DotFunction GemvAvx2, GemvAvx512, GemvAvx512Vbmi;
+DotServes GemvAvx2Serves, GemvAvx512Serves, GemvAvx512VbmiServes, DotAmxServes;
 #endif
 
 }  // namespace jaxlowbit

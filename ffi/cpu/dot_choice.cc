@@ -58,8 +58,17 @@ std::vector<DotProblem> MakeDotProblems(const DotConfig& config, const DotBuffer
 }
 
 DotKernel ChooseDotKernel(Tier tier, const DotProblem& problem) {
-  (void)tier;
-  (void)problem;
+  if (tier == Tier::kAuto) tier = BestTier();
+#if defined(__x86_64__)
+  if (tier >= Tier::kAvx512) {
+    if (GemvAvx512Serves(problem)) return {"avx512 gemv", GemvAvx512};
+    return {"avx512 gemm", DotAvx512};
+  }
+  if (tier == Tier::kAvx2) {
+    if (GemvAvx2Serves(problem)) return {"avx2 gemv", GemvAvx2};
+    return {"avx2 gemm", DotAvx2};
+  }
+#endif
   return {"portable gemm", DotPortable};
 }
 

@@ -40,7 +40,7 @@ std::vector<DotProblem> MakeDotProblems(const DotConfig& config, const DotBuffer
 // A kernel, and what it is called in explain().
 struct DotKernel {
   const char* name;
-  void (*run)(const DotProblem* problems, int64_t count, Executor& executor);
+  DotFunction* run;
 };
 
 // The kernel for a product when instructions up to `tier` may be used (kAuto: all that the processor has).
