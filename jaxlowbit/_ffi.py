@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxlowbit._libraries import (
+    cpu_dot_kernel,
     DOT,
     PROBE,
     QUANTIZE,
@@ -290,3 +291,18 @@ def probe_fp4(x: jax.Array) -> jax.Array:
     size = -(-x.size // 2)
     result: jax.Array = jax.ffi.ffi_call(PROBE, out_struct((size,), jnp.uint8, x))(x)
     return result
+
+
+_LHS_TYPES: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
+
+
+def dot_kernel(config: DotConfig, lhs_dtype: str, m: int, n: int, k: int) -> str:
+    """What the CPU library calls the kernel that it takes for a dot; its choice depends on shapes and types only.
+
+    A symbolic extent (shape-polymorphic export) has no kernel until it is known.
+    """
+    if not all(isinstance(extent, int) for extent in (m, n, k)):
+        return "kernel chosen at run time: symbolic shape"
+    fields = [operator.index(getattr(config, field.name)) for field in dataclasses.fields(config)]
+    lhs_type = _LHS_TYPES.get(lhs_dtype, 3) if config.lhs_element == Element.PLAIN else 3
+    return cpu_dot_kernel(fields, lhs_type, m, n, k)

@@ -193,3 +193,16 @@ def available_tiers() -> tuple[Tier, ...]:
         return ()
     best = Tier[_CPU_STATUS.tier.upper()]
     return tuple(tier for tier in Tier if Tier.AUTO < tier <= best)
+
+
+def cpu_dot_kernel(config: list[int], lhs_type: int, m: int, n: int, k: int) -> str:
+    """Name of the CPU kernel that serves a dot, from the library itself.
+
+    ``config`` holds the fields of DotConfig in order; ``lhs_type`` is 0 f32, 1 bf16, 2 f16, 3 codes.
+    """
+    assert _CPU_LIBRARY is not None
+    function = _CPU_LIBRARY.jaxlowbit_cpu_dot_kernel
+    function.restype = ctypes.c_char_p
+    function.argtypes = [ctypes.POINTER(ctypes.c_int32), ctypes.c_int, *[ctypes.c_int64] * 3]
+    name: bytes = function((ctypes.c_int32 * len(config))(*config), lhs_type, m, n, k)
+    return name.decode()

@@ -166,14 +166,15 @@ def problem_of(spec: DotSpec, operands: DotOperands) -> DotProblem:
 def _dispatched(spec: DotSpec, operands: DotOperands) -> Array:
     problem = problem_of(spec, operands)
     tier = _ffi.current_tier()
+    config = dot_config(problem, tier)
     decision = _dispatch.choose(
         spec.op,
         problem,
         spec.implementation,
-        kernel=lambda: _ffi.dot_kernel(dot_config(problem, tier), problem),
+        kernel=lambda: _ffi.dot_kernel(config, problem.lhs_dtype, problem.m, problem.n, problem.k),
         batch_invariant=False,
     )
-    native = functools.partial(_native, problem, dot_config(problem, tier))
+    native = functools.partial(_native, problem, config)
     return _dispatch.run(decision, native, functools.partial(dot_xla, problem), operands)
 
 

@@ -1,0 +1,316 @@
+"""The public dots: values against float64, gradients against the gradient of the dequantized layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jaxlowbit as jlb
+from jaxlowbit.testing import reference, tolerance
+
+from . import layers
+
+IMPLEMENTATIONS = ("xla", "native")
+N, K = 136, 192
+
+
+def plain_bound(x: Any, q: jlb.ScaledArray, bias: Any, out_dtype: Any) -> tuple[Any, Any]:
+    product = reference.dot(x, q, bias)
+    return product.value, tolerance.dot_bound(product, out_dtype)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", layers.FORMATS)
+def test_weight_only_against_float64(name: str, dtype: Any, implementation: str) -> None:
+    q = layers.weight(layers.FORMATS[name], N, K)
+    x, bias = layers.activations((3, 2, K), dtype), layers.activations((N,), dtype, seed=2)
+    y = layers.call(x, q, bias=bias, act=None, implementation=implementation)
+    assert y.dtype == dtype and y.shape == (3, 2, N)
+    value, bound = plain_bound(x, q, bias, dtype)
+    tolerance.check(y, value, bound)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("spelling", layers.FP8_SPELLINGS)
+def test_every_scale_spelling(spelling: str, implementation: str) -> None:
+    fmt, spell = layers.FP8_SPELLINGS[spelling]
+    q = layers.weight(fmt, N, K)
+    explicit = fmt.block if spelling in ("1x128", "mxfp8", "48x32") else None
+    x = layers.activations((5, K))
+    y = jlb.fp8_dot(x, q.data, spell(q.scale), block_shape=explicit, act=None, implementation=implementation)
+    np.testing.assert_array_equal(y, jlb.fp8_dot(x, q, act=None, implementation=implementation))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["tensor", "channel", "128x128", "mxfp8", "mxfp4"])
+def test_dynamic_equals_quantize_then_scaled_dot(name: str, implementation: str) -> None:
+    q = layers.weight(layers.FORMATS[name], N, K)
+    x = layers.activations((7, K), jnp.bfloat16)
+    y = layers.call(x, q, act="dynamic", preferred_element_type=jnp.float32, implementation=implementation)
+    act = {"tensor": jlb.FP8_CHANNEL, "channel": jlb.FP8_CHANNEL, "128x128": jlb.FP8_1X128}.get(name, jlb.MXFP8)
+    xq = jlb.quantize(x, act)
+    z = jlb.scaled_dot(xq, q, preferred_element_type=jnp.float32, implementation=implementation)
+    np.testing.assert_array_equal(y, z)
+    product = reference.dot(xq, q)
+    tolerance.check(y, product.value, tolerance.dot_bound(product, jnp.float32))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "act",
+    [
+        jlb.FP8_1X128,
+        jlb.FP8_TENSOR,
+        jlb.MXFP8,
+        jlb.MXFP4,
+        jlb.NVFP4,
+        jlb.Act(jlb.FP8_1X128, scale_rounding="pow2"),
+        jlb.Act(jlb.FP8_CHANNEL, amax_ub=0.5),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("name", ["128x128", "nvfp4", "mxfp4"])
+def test_named_activation_formats(name: str, act: Any, implementation: str) -> None:
+    q = layers.weight(layers.FORMATS[name], 40, K)
+    x = layers.activations((6, K))
+    y = layers.call(x, q, act=act, implementation=implementation)
+    named = act if isinstance(act, jlb.Act) else jlb.Act(act)
+    xq = jlb.quantize(x, named.format, scale_rounding=named.scale_rounding, amax_ub=named.amax_ub)
+    product = reference.dot(xq, q)
+    tolerance.check(y, product.value, tolerance.dot_bound(product, jnp.float32))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_static_activation_scale_saturates(implementation: str) -> None:
+    q = layers.weight(jlb.FP8_TENSOR, 24, 32)
+    x = layers.activations((4, 32)).at[0, 0].set(1e6)
+    scale = jnp.float32(1 / 64)
+    y = jlb.fp8_dot(x, q, act_scale=scale, implementation=implementation)
+    xq = jlb.quantize(x, jlb.FP8_TENSOR, scale=scale.reshape(1, 1))
+    assert float(jlb.dequantize(xq)[0, 0]) == 448 / 64
+    product = reference.dot(xq, q)
+    tolerance.check(y, product.value, tolerance.dot_bound(product, jnp.float32))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_static_nvfp4_global_scale(implementation: str) -> None:
+    q = layers.weight(jlb.NVFP4, 24, 32)
+    x = layers.activations((4, 32))
+    y = jlb.fp4_dot(x, q, act=jlb.NVFP4, act_scale=jnp.float32(0.01), implementation=implementation)
+    xq = jlb.quantize(x, jlb.NVFP4, global_scale=jnp.float32(0.01))
+    product = reference.dot(xq, q)
+    tolerance.check(y, product.value, tolerance.dot_bound(product, jnp.float32))
+
+
+def test_output_dtype() -> None:
+    q = layers.weight(jlb.FP8_128X128, 16, 32)
+    x = layers.activations((2, 32), jnp.bfloat16)
+    assert jlb.fp8_dot(x, q).dtype == jnp.bfloat16
+    assert jlb.fp8_dot(x, q, preferred_element_type=jnp.float32).dtype == jnp.float32
+    assert jlb.scaled_dot(jlb.quantize(x, jlb.FP8_1X128), q).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("act", [None, "dynamic"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", layers.FORMATS)
+def test_gradient_is_that_of_the_dequantized_layer(name: str, dtype: Any, act: Any, implementation: str) -> None:
+    q = layers.weight(layers.FORMATS[name], N, K)
+    if act == "dynamic" and q.format is jlb.NVFP4:
+        act = jlb.FP8_1X128
+    x, bias = layers.activations((2, 3, K), dtype), layers.activations((N,), jnp.float32, seed=3)
+    g = layers.activations((2, 3, N), dtype, seed=4)
+
+    def loss(x: Any, bias: Any) -> Any:
+        y = layers.call(x, q, bias=bias, act=act, implementation=implementation)
+        return jnp.sum((y * g).astype(jnp.float32))
+
+    dx, dbias = jax.jit(jax.grad(loss, (0, 1)))(x, bias)
+    assert dx.dtype == dtype and dbias.dtype == jnp.float32
+    product = reference.dot_transposed(g, q)
+    tolerance.check(dx, product.value, tolerance.dot_bound(product, dtype, bf16_operand=True), what="dx")
+    want = np.asarray(g, np.float64).sum((0, 1))
+    tolerance.check(dbias, want, 1e-6 * np.abs(np.asarray(g, np.float64)).sum((0, 1)), what="dbias")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bias_gradient_dtype(implementation: str) -> None:
+    q = layers.weight(jlb.FP8_CHANNEL, 16, 32)
+    x, bias = layers.activations((2, 32)), layers.activations((16,), jnp.bfloat16)
+    d = jax.grad(lambda b: jlb.fp8_dot(x, q, bias=b, implementation=implementation).sum())(bias)
+    assert d.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(d, np.full(16, 2, ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["128x128", "mxfp8", "mxfp4", "nvfp4"])
+def test_residuals_are_the_packed_weight(name: str, implementation: str) -> None:
+    q = layers.weight(layers.FORMATS[name], 256, 512)
+    x = layers.activations((64, 512))
+    _, pullback = jax.vjp(lambda x: layers.call(x, q, act=None, implementation=implementation), x)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(pullback))
+    assert 0 < held <= q.nbytes, f"{held} bytes held, the packed weight has {q.nbytes}"
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["128x128", "mxfp8", "mxfp4", "nvfp4"])
+def test_frozen_leaves(name: str, implementation: str) -> None:
+    q = layers.weight(layers.FORMATS[name], 32, 64)
+    x = layers.activations((4, 64))
+    loss = lambda x, q: layers.call(x, q, act=None, implementation=implementation).sum()  # noqa: E731
+    dx, dq = jax.grad(loss, (0, 1), allow_int=True)(x, q)
+    assert np.all(np.isfinite(dx)) and np.any(np.asarray(dx) != 0)
+    for leaf, primal in zip(jax.tree.leaves(dq), jax.tree.leaves(q), strict=True):
+        if jnp.issubdtype(primal.dtype, jnp.integer):
+            assert leaf.dtype == jax.dtypes.float0
+        else:
+            assert leaf.dtype == primal.dtype
+            np.testing.assert_array_equal(np.asarray(leaf).astype(np.float32), 0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_e8m0_scales_get_byte_zero_not_nan(implementation: str) -> None:
+    q = layers.with_scale_dtype(layers.weight(jlb.MXFP8, 32, 64), ml_dtypes.float8_e8m0fnu)
+    x = layers.activations((4, 64))
+    d = jax.grad(
+        lambda s: jlb.fp8_dot(x, q.data, s, block_shape=(1, 32), act=None, implementation=implementation).sum()
+    )(q.scale)
+    assert d.dtype == q.scale.dtype
+    np.testing.assert_array_equal(np.asarray(d).view(np.uint8), 0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_second_order(implementation: str) -> None:
+    q = layers.weight(jlb.FP8_128X128, 6, 8)
+    w = np.asarray(jlb.dequantize(q), np.float64)
+    x = layers.activations((8,))
+    f = lambda x: 0.5 * jnp.sum(jlb.fp8_dot(x, q, act=None, implementation=implementation) ** 2)  # noqa: E731
+    hessian = jax.jacrev(jax.jacrev(f))(x)
+    np.testing.assert_allclose(hessian, w.T @ w, rtol=2**-7, atol=2**-7 * np.abs(w).max() ** 2)
+    v = layers.activations((8,), seed=9)
+    hvp = jax.grad(lambda x: jnp.vdot(jax.grad(f)(x), v))(x)
+    np.testing.assert_allclose(hvp, w.T @ w @ np.asarray(v), rtol=2**-6, atol=2**-6 * np.abs(w).max() ** 2)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_forward_mode_is_refused_by_name(wrap: Any) -> None:
+    q = layers.weight(jlb.FP8_128X128, 16, 32)
+    x = layers.activations((2, 32))
+    f = wrap(lambda x: jlb.fp8_dot(x, q, act=None))
+    with pytest.raises(TypeError, match=r"fp8_dot.*jacrev|forward-mode"):
+        jax.jvp(f, (x,), (x,))
+
+
+def test_forward_mode_names_the_op_eagerly() -> None:
+    q = layers.weight(jlb.MXFP4, 16, 32)
+    x = layers.activations((2, 32))
+    with pytest.raises(TypeError, match=r"jaxlowbit\.fp4_dot: forward-mode .*jacrev"):
+        jax.jvp(lambda x: jlb.fp4_dot(x, q), (x,), (x,))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["tensor", "channel", "128x128", "nvfp4"])
+def test_fused_rows(name: str, implementation: str) -> None:
+    """Gate and up fused by row_splits: each segment keeps its own scale grid and outer scale."""
+    fmt = layers.FORMATS[name]
+    gate, up = layers.weight(fmt, 72, 64, seed=5), layers.weight(fmt, 200, 64, seed=6)
+    outer = None if gate.global_scale is None else jnp.stack([gate.global_scale, up.global_scale * 3])
+    fused = jlb.ScaledArray(
+        jnp.concatenate([gate.data, up.data]),
+        jnp.concatenate([gate.scale, up.scale]),
+        outer,
+        format=fmt,
+        row_splits=(72,),
+    ).validate()
+    if outer is not None:
+        up = dataclasses.replace(up, global_scale=outer[1])
+    x, bias = layers.activations((5, 64)), layers.activations((272,), seed=7)
+    f = lambda x: layers.call(x, fused, bias=bias, act=None, implementation=implementation)  # noqa: E731
+    want = [layers.call(x, q, act=None, implementation=implementation) for q in (gate, up)]
+    np.testing.assert_allclose(f(x), np.concatenate(want, 1) + np.asarray(bias), rtol=1e-5, atol=1e-4)
+    g = layers.activations((5, 272), seed=8)
+    (dx,) = jax.vjp(f, x)[1](g)
+    product = reference.dot_transposed(g, fused)
+    tolerance.check(dx, product.value, tolerance.dot_bound(product, jnp.float32, bf16_operand=True))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("op", ["fp8_dot", "fp4_dot", "scaled_dot"])
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 16, 32), (3, 16, 0), (0, 3, 0), (1, 1, 32), (2, 0, 32)])
+def test_empty_and_tiny(m: int, n: int, k: int, op: str, implementation: str) -> None:
+    fmt = jlb.MXFP4 if op == "fp4_dot" else jlb.FP8_128X128
+    q = jlb.quantize(jnp.ones((n, k)), fmt)
+    x, bias = jnp.ones((m, k)), jnp.full((n,), 0.5)
+
+    def f(x: Any) -> Any:
+        if op == "scaled_dot":
+            xq = jlb.quantize(x, jlb.FP8_1X128)
+            return jlb.scaled_dot(
+                xq, q, bias=bias, preferred_element_type=jnp.float32, implementation=implementation
+            )
+        return getattr(jlb, op)(x, q, bias=bias, implementation=implementation)
+
+    np.testing.assert_array_equal(f(x), np.full((m, n), k + 0.5, np.float32))
+    if op != "scaled_dot":
+        dx = jax.grad(lambda x: f(x).sum())(x)
+        np.testing.assert_array_equal(dx, np.full((m, k), n, np.float32))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_odd_k_fp4(implementation: str) -> None:
+    w = np.random.default_rng(0).normal(size=(20, 33)).astype(np.float32)
+    q = jlb.quantize(jnp.asarray(w), jlb.MXFP4, pad=True)
+    assert q.shape == (20, 33)
+    x = layers.activations((3, 33))
+    y, pullback = jax.vjp(lambda x: jlb.fp4_dot(x, q, implementation=implementation), x)
+    product = reference.dot(x, q)
+    tolerance.check(y, product.value, tolerance.dot_bound(product, jnp.float32))
+    g = layers.activations((3, 20), seed=5)
+    back = reference.dot_transposed(g, q)
+    tolerance.check(pullback(g)[0], back.value, tolerance.dot_bound(back, jnp.float32, bf16_operand=True))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_nan_rows_stay_apart(implementation: str) -> None:
+    q = layers.weight(jlb.FP8_128X128, 24, 160)
+    x = layers.activations((4, 160)).at[1, 3].set(jnp.nan).at[2, 5].set(jnp.inf)
+    for act in (None, "dynamic"):
+        y = np.asarray(jlb.fp8_dot(x, q, act=act, implementation=implementation))
+        assert np.isnan(y[1]).all() and not np.isfinite(y[2]).any()
+        clean = jlb.fp8_dot(x[jnp.array([0, 3])], q, act=act, implementation=implementation)
+        np.testing.assert_allclose(y[[0, 3]], clean, rtol=1e-5, atol=1e-4)
+
+
+def test_float4_and_float8_weights_as_they_come() -> None:
+    q = layers.weight(jlb.NVFP4, 24, 32)
+    codes = np.asarray(jlb.unpack_nibbles(np.asarray(q.data)))
+    f4 = jnp.asarray(codes.astype(np.uint8).view(np.uint8)).astype(jnp.uint8)
+    f4 = jax.lax.bitcast_convert_type(q.data, jnp.float4_e2m1fn).reshape(24, 32)
+    x = layers.activations((3, 32))
+    want = jlb.fp4_dot(x, q)
+    np.testing.assert_array_equal(jlb.fp4_dot(x, f4, q.scale, global_scale=q.global_scale), want)
+    np.testing.assert_array_equal(jlb.fp4_dot(x, q.data, q.scale, global_scale=q.global_scale), want)
+
+
+def test_results_do_not_depend_on_global_precision() -> None:
+    q = layers.weight(jlb.FP8_128X128, 24, 64)
+    x = layers.activations((3, 64))
+    base = jlb.fp8_dot(x, q, implementation="xla")
+    with jax.default_matmul_precision("bfloat16"):
+        jax.clear_caches()
+        np.testing.assert_array_equal(jlb.fp8_dot(x, q, implementation="xla"), base)
+
+
+def test_signatures_have_no_kwargs_and_no_out_scale() -> None:
+    for op in (jlb.fp8_dot, jlb.fp4_dot, jlb.scaled_dot):
+        parameters = inspect.signature(op).parameters
+        assert all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        assert "out_scale" not in parameters
