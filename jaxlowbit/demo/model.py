@@ -179,9 +179,7 @@ def token_losses(base: Params, lora: Params | None, tokens: Array, cfg: Config, 
     return jax.nn.logsumexp(scores, axis=-1) - picked
 
 
-def greedy(
-    base: Params, lora: Params | None, prompt: Array, new_tokens: int, cfg: Config, how: Execution
-) -> Array:
+def greedy(base: Params, lora: Params | None, prompt: Array, new_tokens: int, cfg: Config, how: Execution) -> Array:
     """The prompt ``(P,)`` followed by its ``new_tokens`` most likely continuations, one position at a time."""
     total = prompt.shape[0] + new_tokens
     shape = (cfg.layers, 1, total, cfg.kv_heads, cfg.head_dim)

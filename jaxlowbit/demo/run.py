@@ -35,7 +35,7 @@ class Settings:
     def recipe(self) -> Recipe:
         if self.quick:
             return Recipe(steps=self.steps, batch=4, length=32, learning_rate=1e-2)
-        return Recipe(steps=self.steps, batch=4, length=128)
+        return Recipe(steps=self.steps, batch=2, length=128)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,14 +200,10 @@ def check_fell(format: str, what: str, before: float, after: float) -> None:
         raise DemoError(f"{format}: the {what} loss did not fall: {before:.4f} before, {after:.4f} after training")
 
 
-def _writer(
-    checkpoint: weights.Checkpoint, base: Params, how: Execution, new_tokens: int
-) -> Callable[[Params], str]:
+def _writer(checkpoint: weights.Checkpoint, base: Params, how: Execution, new_tokens: int) -> Callable[[Params], str]:
     """A function from adapters to the sentence that the model goes on with after PROMPT."""
     prompt = jnp.asarray(checkpoint.tokenizer.encode(PROMPT), jnp.int32)
-    continued = jax.jit(
-        lambda base, adapters: model.greedy(base, adapters, prompt, new_tokens, checkpoint.config, how)
-    )
+    continued = jax.jit(lambda base, adapters: model.greedy(base, adapters, prompt, new_tokens, checkpoint.config, how))
     return lambda adapters: checkpoint.tokenizer.decode(np.asarray(continued(base, adapters)).tolist())
 
 

@@ -41,9 +41,7 @@ def freeze(params: Params, format: jaxlowbit.Format | None) -> Params:
     """The base on the device: its linears quantized to ``format``, or left in bfloat16 for ``None``; embedding and
     norms stay as they are, as they do in released checkpoints."""
     layers = {
-        name: jnp.asarray(w)
-        if format is None or name not in LINEARS
-        else jaxlowbit.quantize(jnp.asarray(w), format)
+        name: jnp.asarray(w) if format is None or name not in LINEARS else jaxlowbit.quantize(jnp.asarray(w), format)
         for name, w in params["layers"].items()
     }
     rest = {name: jnp.asarray(w) for name, w in params.items() if name != "layers"}
@@ -80,7 +78,8 @@ def check_unchanged(before: dict[str, np.ndarray[Any, Any]], after: dict[str, np
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
     """AdamW with a short warm-up and a cosine decay; gradients clipped to norm 1."""
     warmup = max(1, recipe.steps // 10)
-    rate = optax.warmup_cosine_decay_schedule(0.0, recipe.learning_rate, warmup, recipe.steps, 0.0)
+    length = max(recipe.steps, warmup + 1)
+    rate = optax.warmup_cosine_decay_schedule(0.0, recipe.learning_rate, warmup, length)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
 
 
@@ -152,9 +151,7 @@ class Evaluator:
     """Mean loss over token windows, ``batch`` at a time, compiled once per kind of base."""
 
     def __init__(self, config: Config, how: Execution, batch: int) -> None:
-        self._losses = jax.jit(
-            lambda base, lora, tokens: token_losses(base, lora, tokens, config, how).mean()
-        )
+        self._losses = jax.jit(lambda base, lora, tokens: token_losses(base, lora, tokens, config, how).mean())
         self._batch = batch
 
     def __call__(self, base: Params, lora: Params | None, tokens: Ids) -> float:

@@ -113,11 +113,12 @@ def stacked(tensors: dict[str, np.ndarray[Any, Any]], config: Config) -> Params:
 def tiny_random(seed: int = 0) -> Checkpoint:
     """A two-layer model with random weights over bytes, for trying the machinery in seconds. Its sizes are no
     multiples of 128, so that partial scale blocks occur as they do in SmolLM2."""
-    config = Config(
-        layers=2, hidden=96, ffn=160, heads=6, kv_heads=2, vocab=256, rope_theta=1e4, norm_eps=1e-5
-    )
+    config = Config(layers=2, hidden=96, ffn=160, heads=6, kv_heads=2, vocab=256, rope_theta=1e4, norm_eps=1e-5)
     rng = np.random.default_rng(seed)
-    tensors = {"token_embd.weight": rng.normal(size=(config.vocab, config.hidden)), "output_norm.weight": np.ones(96)}
+    tensors = {
+        "token_embd.weight": rng.normal(size=(config.vocab, config.hidden)) * config.hidden**-0.5,
+        "output_norm.weight": np.ones(96),
+    }
     for i in range(config.layers):
         for name, (n, k) in config.linear_shapes().items():
             tensors[f"blk.{i}.{name}.weight"] = rng.normal(size=(n, k)) * k**-0.5
