@@ -43,7 +43,7 @@ enum class Division : int32_t {
 struct Divisor {
   float value;
   float reciprocal;
-  float lift;  // a power of two that keeps a tiny divisor out of the subnormals; 1 but for kDivide
+  float lift;  // 2 where the divisor stands for half of it, 2**-127, which is no normal number; else 1
   Division division;
 };
 

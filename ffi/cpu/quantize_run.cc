@@ -89,7 +89,7 @@ class Run {
     } else {
       *out = static_cast<uint8_t>(stored);
     }
-    return DivisorOf(p_.rule, stored, Global(b));
+    return DivisorOf(p_.rule, stored, p_.global_scale != nullptr, Global(b));
   }
   uint8_t* ScaleAt(int64_t b, int64_t i, int64_t j) const {
     return static_cast<uint8_t*>(p_.scale) + ((b * grid_rows_ + i) * grid_columns_ + j) * scale_bytes_;
@@ -97,7 +97,7 @@ class Run {
   Divisor LoadDivisor(int64_t b, int64_t i, int64_t j) const {
     uint32_t stored = *ScaleAt(b, i, j);
     if (scale_bytes_ == 4) std::memcpy(&stored, ScaleAt(b, i, j), 4);
-    return DivisorOf(p_.rule, stored, Global(b));
+    return DivisorOf(p_.rule, stored, p_.global_scale != nullptr, Global(b));
   }
 
   Codes CodesKind() const {
@@ -115,7 +115,8 @@ class Run {
     const int64_t band_bytes = used_rows_ * p_.columns * input_bytes_;
     // A task is some bands, or a piece of one.
     const int64_t bands_per_task = std::max<int64_t>(1, kTaskBytes / band_bytes);
-    const int64_t piece = band_bytes <= kTaskBytes ? grid_columns_ : CeilDiv(kTaskBytes / block_bytes_ + 1, group) * group;
+    const int64_t piece =
+        band_bytes <= kTaskBytes ? grid_columns_ : CeilDiv(kTaskBytes / block_bytes_ + 1, group) * group;
     const int64_t pieces = CeilDiv(grid_columns_, piece);
     auto task = [&](int64_t t) {
       const int64_t first = t / pieces * bands_per_task, j_first = t % pieces * piece;

@@ -3,6 +3,7 @@
 #ifndef JAXLOWBIT_FFI_CPU_QUANTIZE_SCALE_H_
 #define JAXLOWBIT_FFI_CPU_QUANTIZE_SCALE_H_
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -61,8 +62,7 @@ constexpr uint32_t kInfinityBits = 0x7F800000u;
 constexpr uint32_t kNanBits = 0x7FC00000u;
 constexpr uint32_t kMinNormalBits = 0x00800000u;
 constexpr uint32_t kFractionBits = 0x007FFFFFu;
-constexpr float kMinScale = 0x1p-126f;       // the smallest normal f32
-constexpr float kMinE4m3Scale = 0x1p-9f;     // the smallest positive E4M3
+constexpr float kMinScale = 0x1p-126f;  // the smallest normal f32
 constexpr uint8_t kE8m0Nan = 0xFF;
 constexpr uint8_t kE4m3Nan = 0x7F;
 constexpr uint8_t kE4m3Max = 0x7E;
@@ -102,25 +102,28 @@ inline uint32_t PeakToF32(Input input, uint32_t peak) {
   return bits < kMinNormalBits ? 0 : bits;
 }
 
-// Nearest E4M3 code of a positive value of at least 2**-9, saturating.
-inline uint8_t E4m3FromPositive(float value) {
-  if (value >= 448.0f) return kE4m3Max;
-  const uint32_t bits = Bits(value);
-  if (value < 0x1p-6f) return static_cast<uint8_t>(Bits(value + 0x1p14f) - Bits(0x1p14f));
-  return static_cast<uint8_t>(((bits + 0x7FFFFu + ((bits >> 20) & 1u)) >> 20) - (120u << 3));
+// Nearest E4M3 code of a number, saturating.
+inline uint8_t E4m3Code(float value) {
+  const float magnitude = std::fabs(value);
+  const uint32_t bits = Bits(magnitude);
+  uint32_t code;
+  if (magnitude >= 448.0f) {
+    code = kE4m3Max;
+  } else if (magnitude < 0x1p-6f) {
+    code = Bits(magnitude + 0x1p14f) - Bits(0x1p14f);  // the sum rounds to the spacing of E4M3 subnormals, 2**-9
+  } else {
+    code = ((bits + 0x7FFFFu + ((bits >> 20) & 1u)) >> 20) - (120u << 3);
+  }
+  return static_cast<uint8_t>(code | (std::signbit(value) ? 0x80u : 0u));
 }
 
 inline float E4m3Value(uint8_t code) {
-  const int exponent = (code >> 3) & 15, fraction = code & 7;
-  if ((code & 0x7F) == kE4m3Nan) return FromBits(kNanBits);
-  const float magnitude = exponent ? std::ldexp(static_cast<float>(8 + fraction), exponent - 10)
-                                   : static_cast<float>(fraction) * 0x1p-9f;
-  return code & 0x80 ? -magnitude : magnitude;
+  const uint32_t magnitude = code & 0x7Fu;
+  if (magnitude == kE4m3Nan) return FromBits(kNanBits);
+  const float subnormal = static_cast<float>(magnitude) * 0x1p-9f;
+  const float value = magnitude < 8 ? subnormal : FromBits((magnitude << 20) + (120u << 23));
+  return code & 0x80 ? -value : value;
 }
-
-// Global scales this small would make products with a block scale subnormal: both sides of a quotient are then
-// multiplied by 2**64.
-inline float LiftOf(float global_scale) { return global_scale < 0x1p-60f ? 0x1p64f : 1.0f; }
 
 // The stored scale of a block, as f32 bits or as a byte. `global_scale` is 1 where there is none.
 inline uint32_t StoredScale(const ScaleRule& rule, uint32_t peak_bits, float global_scale) {
@@ -132,10 +135,11 @@ inline uint32_t StoredScale(const ScaleRule& rule, uint32_t peak_bits, float glo
   if (amax > rule.amax_ub) amax = rule.amax_ub;
 
   if (rule.kind == ScaleKind::kE4m3) {
-    const float lift = LiftOf(global_scale);
-    const float scale = amax * lift / rule.limits.max_code / (global_scale * lift);
+    float scale = amax / rule.limits.max_code;
+    if (scale < kMinScale) scale = 0.0f;
+    scale /= global_scale;
     if (scale != scale) return kE4m3Nan;
-    return E4m3FromPositive(scale > kMinE4m3Scale ? scale : kMinE4m3Scale);
+    return std::max<uint8_t>(E4m3Code(scale), 1);  // code 1 is 2**-9, the smallest positive scale
   }
 
   if (rule.kind == ScaleKind::kF32) {
@@ -170,7 +174,7 @@ inline uint32_t StoredScale(const ScaleRule& rule, uint32_t peak_bits, float glo
 inline bool IsPowerOfTwo(float value) { return (Bits(value) & kFractionBits) == 0; }
 
 // What a block's values are divided by, from its stored scale.
-inline Divisor DivisorOf(const ScaleRule& rule, uint32_t stored, float global_scale) {
+inline Divisor DivisorOf(const ScaleRule& rule, uint32_t stored, bool two_level, float global_scale) {
   float value;
   float lift = 1.0f;
   bool bounded = !rule.given && rule.amax_ub == std::numeric_limits<float>::infinity();
@@ -179,10 +183,10 @@ inline Divisor DivisorOf(const ScaleRule& rule, uint32_t stored, float global_sc
     if (std::fabs(value) < kMinScale) value = std::copysign(0.0f, value);
   } else if (rule.kind == ScaleKind::kE8m0) {
     value = stored == kE8m0Nan ? FromBits(kNanBits) : FromBits(stored << 23);
-    if (stored == 0) value = kMinScale, lift = 2.0f;  // 2**-127 in normal numbers
+    if (stored == 0) value = kMinScale, lift = 2.0f;  // 2**-127, in normal numbers
   } else {
-    lift = LiftOf(global_scale);
-    value = E4m3Value(static_cast<uint8_t>(stored)) * (global_scale * lift);
+    value = E4m3Value(static_cast<uint8_t>(stored)) * global_scale;
+    if (two_level && value < kMinScale) value = kMinScale;
     if (stored == kE4m3Max) bounded = false;  // may have saturated
   }
   if (lift == 1.0f) {
