@@ -268,7 +268,7 @@ def quantize(
     batch, rows, columns = x.shape
     element, kind = Element(config.element), ScaleKind(config.scale_kind)
     packing = 2 if element is Element.E2M1 else 1
-    grid = (batch, -(-rows // config.block_r), -(-columns // config.block_c))
+    grid = (batch, -(-rows // operator.index(config.block_r)), -(-columns // operator.index(config.block_c)))
     operands = (
         x,
         _no_scale(given_scale),
