@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import jaxlowbit as jlb
-from cases.shim import (
+from jaxlowbit import codecs
+from tests.cases.shim import (
     CODECS,
     ELEMENT,
     array,
@@ -21,7 +22,6 @@ from cases.shim import (
     of_op,
     runs,
 )
-from jaxlowbit import codecs
 
 
 def call(way: str, fn: Any, *arrays: np.ndarray) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxlowbit as jlb
-from cases.shim import (
+from tests.cases.shim import (
     IMPLEMENTATIONS,
     array,
     check_close,

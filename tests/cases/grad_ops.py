@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import jaxlowbit as jlb
-from cases.dot_ops import F32, unscaled
-from cases.shim import (
+from jaxlowbit.testing import tolerance
+from tests.cases.dot_ops import F32, unscaled
+from tests.cases.shim import (
     CASES,
     IMPLEMENTATIONS,
     array,
@@ -39,9 +40,11 @@ def grad_x(case: dict[str, Any], way: str) -> None:
         return (factor * jlb.fake_quantize(v, jlb.FP8_1X128, implementation=way)).sum()
 
     dx = np.asarray(jax.grad(through_dot)(x))
+    # Where the products cancel, what is left of their float32 roundings: a relative tolerance of 0 asks for too much.
+    left = tolerance.gamma(w.shape[0] + 1) * factor * np.abs(np.asarray(w).astype(np.float64)).sum(axis=0).max()
     for row in dx:
         if "tol" in case:
-            check_close(row, case["expected"]["dx_row"], case["tol"])
+            check_close(row, case["expected"]["dx_row"], {**case["tol"], "abs": left})
         else:
             check_equal(row, case["expected"]["dx_row"])
     # Straight through the quantizer: a cotangent in E4M3 would have flushed 1e-6 to 0.

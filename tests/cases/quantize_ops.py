@@ -10,7 +10,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxlowbit as jlb
-from cases.shim import (
+from jaxlowbit import codecs
+from jaxlowbit.formats import Format
+from tests.cases.shim import (
     IMPLEMENTATIONS,
     array,
     check_bits,
@@ -20,8 +22,6 @@ from cases.shim import (
     of_op,
     runs,
 )
-from jaxlowbit import codecs
-from jaxlowbit.formats import Format
 
 
 def quantize(x: np.ndarray, fmt: Format, way: str, **keywords: Any) -> jlb.ScaledArray:
