@@ -268,23 +268,28 @@ def test_stacking_refuses_tensors_that_do_not_fit():
 # --------------------------------------------------------------------------------------------------- whole runs
 
 
-def quick(tmp_path: Path, *more: str) -> list[str]:
+def best() -> str:
     available, _ = jaxlowbit._ffi.native_available("cpu")
-    implementation = "native" if available else "xla"
-    return ["--quick", "--steps", "12", "--implementation", implementation, "--out", str(tmp_path), *more]
+    return "native" if available else "xla"
+
+
+def quick(out: Path, implementation: str = "xla", steps: int = 12) -> list[str]:
+    return ["--quick", "--steps", str(steps), "--implementation", implementation, "--out", str(out)]
 
 
 def test_quick_run_passes_and_leaves_its_numbers(tmp_path, capsys):
-    assert demo.main(quick(tmp_path)) == 0
+    assert demo.main(quick(tmp_path, best())) == 0
     shown = capsys.readouterr()
     assert "FP8_128X128: 100%" in shown.err
     assert "NVFP4: 100%" in shown.err
     results = json.loads((tmp_path / "results.json").read_text())
     assert [base["name"] for base in results["bases"]] == ["bf16", "FP8_128X128", "NVFP4"]
     sizes = [base["linear_bytes"] for base in results["bases"]]
-    assert sizes[0] > 1.9 * sizes[1] > 3.4 * sizes[2]
+    assert sizes[0] / sizes[1] > 1.9  # 16 bits against 8 and a scale per block
+    assert sizes[0] / sizes[2] > 3.5  # 16 bits against 4.5
     for trained in results["trainings"]:
         assert len(trained["losses"]) == 12
+        assert list(trained["heldout_losses"]) == ["0", "3", "6", "9", "12"]
         assert trained["train_after"] < trained["train_before"]
         assert trained["heldout_after"] < trained["heldout_before"]
         assert "xla" in trained["tokens_per_second"]
@@ -300,7 +305,7 @@ def test_a_changed_weight_fails_the_run(tmp_path, capsys, monkeypatch):
         trained = train_adapters(base, *args, **kwargs)
         codes = base["layers"]["ffn_up"].data
         byte = ctypes.c_uint8.from_address(codes.unsafe_buffer_pointer() + codes.nbytes - 1)
-        byte.value ^= 1  # what a kernel that writes past its output would do
+        byte.value += 1  # what a kernel that writes past its output would do
         return trained
 
     monkeypatch.setattr(train, "train", faulty)
@@ -332,7 +337,7 @@ def test_a_gradient_that_is_not_finite_stops_training(tiny):
     batches = np.zeros((1, 1, 9), np.int32)
     base = train.freeze(tiny.params, None)
     with pytest.raises(DemoError, match=r"step 1: .*attn_v"):
-        train.train(base, adapters, batches, tiny.config, HOW, train.Recipe(1, 1, 8), label=None)
+        train.train(base, adapters, batches, tiny.config, HOW, train.Recipe(1, 1, 8))
 
 
 def test_training_leaves_the_given_adapters_alone(tiny):
@@ -340,7 +345,7 @@ def test_training_leaves_the_given_adapters_alone(tiny):
     before = jax.tree.map(np.array, adapters)
     batches = np.arange(36, dtype=np.int32).reshape(2, 2, 9)
     base = train.freeze(tiny.params, None)
-    trained = train.train(base, adapters, batches, tiny.config, HOW, train.Recipe(2, 2, 8), label=None)
+    trained = train.train(base, adapters, batches, tiny.config, HOW, train.Recipe(2, 2, 8))
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, adapters))
     assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(trained.lora), strict=True))
 
@@ -352,7 +357,7 @@ def test_evaluator_refuses_a_partial_batch(tiny):
 
 
 def test_failures_say_what_to_do(tmp_path, capsys, monkeypatch):
-    assert demo.main(quick(tmp_path, "--steps", "1")) == 1
+    assert demo.main(quick(tmp_path, steps=1)) == 1
     assert "--steps: expected at least 2, got 1" in capsys.readouterr().err
     monkeypatch.setattr(weights, "PACKAGE", "no-such-package-of-weights")
     assert demo.main(["--out", str(tmp_path)]) == 1
@@ -408,9 +413,7 @@ def test_real_model_speaks_english(smollm2):
 
 @pytest.mark.slow
 def test_real_run(smollm2, tmp_path):
-    available, _ = jaxlowbit._ffi.native_available("cpu")
-    implementation = "native" if available else "xla"
-    assert demo.main(["--steps", "6", "--implementation", implementation, "--out", str(tmp_path)]) == 0
+    assert demo.main(["--steps", "6", "--implementation", best(), "--out", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     bf16, fp8, nvfp4 = (base["perplexity"] for base in results["bases"])
     assert abs(fp8 / bf16 - 1) < 0.03

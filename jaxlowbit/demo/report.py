@@ -75,21 +75,21 @@ def write(results: Results, folder: Path) -> list[Path]:
 
 
 def plot(results: Results, path: Path) -> None:
-    """The loss of every step, with the held-out loss before and after, one color per format."""
+    """The loss of every step's batch and the held-out loss, one color per format."""
     from matplotlib.figure import Figure  # not pyplot: it would choose a window system
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for t, color in zip(results.trainings, ("tab:blue", "tab:orange"), strict=True):
         steps = range(1, len(t.losses) + 1)
-        axes.plot(steps, t.losses, color=color, label=f"{t.format}: training batch")
+        axes.plot(steps, t.losses, color=color, alpha=0.4, label=f"{t.format}: training batch")
         axes.plot(
-            [0, len(t.losses)],
-            [t.heldout_before, t.heldout_after],
+            list(t.heldout_losses),
+            list(t.heldout_losses.values()),
             color=color,
-            linestyle="--",
+            linewidth=2,
             marker="o",
-            label=f"{t.format}: held-out, before and after",
+            label=f"{t.format}: held-out text",
         )
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")

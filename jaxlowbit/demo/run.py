@@ -57,6 +57,7 @@ class Training:
     """One format's training. Losses are nats per token, ``train`` on the first windows that were trained on.
 
     Attributes:
+      heldout_losses: steps done -> held-out loss.
       implementations: implementation -> number of the step's low-bit products that take it.
       kernels: the kernel configurations of those products.
       tokens_per_second: implementation -> of the median step.
@@ -64,6 +65,7 @@ class Training:
 
     format: str
     losses: list[float]
+    heldout_losses: dict[int, float]
     train_before: float
     train_after: float
     heldout_before: float
@@ -162,30 +164,41 @@ def _train_one(
     write = _writer(checkpoint, base, how, settings.new_tokens)
     batches = text.train.reshape(recipe.steps, recipe.batch, -1)
     probe = text.train[: settings.heldout_windows]
-    before = evaluate(base, adapters, probe), evaluate(base, adapters, text.heldout), write(adapters)
+    train_before, text_before = evaluate(base, adapters, probe), write(adapters)
     implementations, kernels = _decisions(config, how, recipe, base, adapters, batches[0])
 
-    trained = train.train(base, adapters, batches, config, how, recipe, label=format.name)
-    after = evaluate(base, trained.lora, probe), evaluate(base, trained.lora, text.heldout), write(trained.lora)
+    trained = train.train(
+        base,
+        adapters,
+        batches,
+        config,
+        how,
+        recipe,
+        label=format.name,
+        heldout=lambda adapters: evaluate(base, adapters, text.heldout),
+    )
+    train_after, text_after = evaluate(base, trained.lora, probe), write(trained.lora)
+    heldout_before, heldout_after = trained.heldout[0], trained.heldout[recipe.steps]
     speeds = {"+".join(implementations): trained.tokens_per_second(recipe)}
     if "native" in implementations:
         say(f"{format.name}: timing {XLA_STEPS - 1} steps of the XLA implementation")
         xla = how._replace(implementation="xla")
-        compared = train.train(base, adapters, batches[:XLA_STEPS], config, xla, recipe, label=None)
+        compared = train.train(base, adapters, batches[:XLA_STEPS], config, xla, recipe)
         speeds["xla"] = compared.tokens_per_second(recipe)
 
     train.check_unchanged(frozen, train.fingerprint(base))
-    check_fell(format.name, "training", before[0], after[0])
-    check_fell(format.name, "held-out", before[1], after[1])
-    return _measure(format.name, base, before[1]), Training(
+    check_fell(format.name, "training", train_before, train_after)
+    check_fell(format.name, "held-out", heldout_before, heldout_after)
+    return _measure(format.name, base, heldout_before), Training(
         format=format.name,
         losses=trained.losses,
-        train_before=before[0],
-        train_after=after[0],
-        heldout_before=before[1],
-        heldout_after=after[1],
-        text_before=before[2],
-        text_after=after[2],
+        heldout_losses=trained.heldout,
+        train_before=train_before,
+        train_after=train_after,
+        heldout_before=heldout_before,
+        heldout_after=heldout_after,
+        text_before=text_before,
+        text_after=text_after,
         implementations=implementations,
         kernels=kernels,
         tokens_per_second=speeds,

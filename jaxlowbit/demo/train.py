@@ -22,6 +22,8 @@ from jaxlowbit.demo.data import Ids
 from jaxlowbit.demo.errors import DemoError
 from jaxlowbit.demo.model import LINEARS, Config, Execution, Params, token_losses
 
+HELDOUT_POINTS = 4  # how often the held-out loss is measured during training
+
 Step: TypeAlias = Callable[[Params, Params, Any, Any], tuple[Params, Any, jax.Array, jax.Array]]
 
 
@@ -112,11 +114,13 @@ def check_step(number: int, loss: float, finite: Sequence[bool], lora: Params) -
 
 @dataclasses.dataclass
 class Trained:
-    """The adapters after training, the loss of every step, and the seconds that each step took."""
+    """The adapters after training, the loss of every step, the seconds that each step took, and the held-out loss
+    after some steps, by step (0: before training)."""
 
     lora: Params
     losses: list[float]
     seconds: list[float]
+    heldout: dict[int, float]
 
     def tokens_per_second(self, recipe: Recipe) -> float:
         """Of the median step; the first, which compiles, is left out where there are others."""
@@ -124,27 +128,43 @@ class Trained:
 
 
 def train(
-    base: Params, lora: Params, batches: Ids, config: Config, how: Execution, recipe: Recipe, label: str | None
+    base: Params,
+    lora: Params,
+    batches: Ids,
+    config: Config,
+    how: Execution,
+    recipe: Recipe,
+    label: str | None = None,
+    heldout: Callable[[Params], float] | None = None,
 ) -> Trained:
-    """Runs one step per batch (``batches (steps, batch, length + 1)``); ``label`` heads a progress bar, None hides it.
+    """Runs one step per batch.
 
-    Raises DemoError as soon as a loss or gradient is not finite. ``lora`` itself is left as it is.
+    Args:
+      batches: ``(steps, batch, length + 1)``.
+      lora: the adapters to start from; they are left as they are.
+      label: heads the progress bar; None hides it.
+      heldout: measures adapters, before the first step and after about every quarter of the steps.
+
+    Raises:
+      DemoError: a loss or a gradient is not finite; at once, at that step.
     """
     tx = optimizer(recipe)
     step = make_step(config, how, tx)
     lora = jax.tree.map(jnp.copy, lora)  # the step donates its adapters
     state = tx.init(lora)
-    losses: list[float] = []
-    seconds: list[float] = []
+    found = Trained(lora, [], [], {} if heldout is None else {0: heldout(lora)})
+    every = -(-len(batches) // HELDOUT_POINTS)
     with tqdm(batches, desc=label, unit="step", disable=label is None) as bar:
         for number, tokens in enumerate(bar, start=1):
             start = time.perf_counter()
             lora, state, loss, finite = step(lora, state, base, tokens)
-            losses.append(float(loss))
-            seconds.append(time.perf_counter() - start)
-            check_step(number, losses[-1], finite.tolist(), lora)
-            bar.set_postfix(loss=f"{losses[-1]:.3f}")
-    return Trained(lora, losses, seconds)
+            found.losses.append(float(loss))
+            found.seconds.append(time.perf_counter() - start)
+            check_step(number, found.losses[-1], finite.tolist(), lora)
+            bar.set_postfix(loss=f"{found.losses[-1]:.3f}")
+            if heldout is not None and (number % every == 0 or number == len(batches)):
+                found.heldout[number] = heldout(lora)
+    return dataclasses.replace(found, lora=lora)
 
 
 class Evaluator:
