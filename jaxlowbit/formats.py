@@ -9,7 +9,7 @@ E5M2; NVIDIA's NVFP4 description for the two-level format; DeepSeek-V3's technic
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -149,6 +149,16 @@ class Format:
         grid_rows, grid_k = self.grid(rows, k)
         codes = rows * -(-k // self.element.per_byte)
         return codes + grid_rows * grid_k * self.scale.storage.itemsize + (4 if self.two_level else 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that ``from_json`` turns back into an equal Format: for exported programs and checkpoints."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return values | {"element": self.element.name, "scale": self.scale.name, "block": list(self.block)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Format:
+        rows, k = values["block"]
+        return cls(**{**values, "element": ELEMENTS[values["element"]], "scale": SCALES[values["scale"]], "block": (rows, k)})
 
     def __repr__(self) -> str:
         return self.name

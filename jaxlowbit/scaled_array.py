@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -222,10 +224,26 @@ class ScaledArray:
         return f"ScaledArray({self.format.name}[{shape}], {self.nbytes} bytes{splits})"
 
 
+def _deserialize(data: bytearray | bytes) -> tuple[Format, int | None, tuple[int, ...]]:
+    fmt, last_dim, row_splits = json.loads(bytes(data))
+    return Format.from_json(fmt), last_dim, tuple(row_splits)
+
+
 jax.tree_util.register_dataclass(
     ScaledArray,
     data_fields=["data", "scale", "global_scale"],
     meta_fields=["format", "last_dim", "row_splits"],
+)
+
+
+jax.export.register_pytree_node_serialization(
+    ScaledArray,
+    serialized_name="jaxlowbit.ScaledArray",
+    serialize_auxdata=lambda aux: json.dumps([aux[0].to_json(), aux[1], list(aux[2])]).encode(),
+    deserialize_auxdata=_deserialize,
+    from_children=lambda aux, children: ScaledArray(
+        *children, format=aux[0], last_dim=aux[1], row_splits=tuple(aux[2])
+    ),
 )
 
 

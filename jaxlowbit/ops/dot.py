@@ -207,37 +207,50 @@ def dot_xla(problem: DotProblem, operands: DotOperands) -> Array:
     """The readable reference, for every platform: decode, scale and contract in float32, a tile of weights at a time."""
     batch, m = problem.batch, problem.m
     out_cols = problem.k if problem.transposed else problem.n
-    lhs = _lhs_values(problem, operands)
     if 0 in (batch, m, out_cols):
         return jnp.zeros((batch, m, out_cols), problem.out_dtype)
-    contracted = problem.n if problem.transposed else problem.k
-    tile = max(1, TILE_ELEMENTS // max(1, batch * contracted))
-    per_byte = problem.rhs_format.element.per_byte
-    if problem.transposed:
-        tile = max(per_byte, tile // per_byte * per_byte)
-    tile = min(tile, out_cols)
+    # Without the barrier XLA may dequantize the weights of every layer at once, ahead of the activations they wait for.
+    operands = lax.optimization_barrier(operands)
+    # As bytes, because XLA:CPU carries float8 through slices and loops in float16: a copy of twice the size.
+    operands = dataclasses.replace(operands, rhs=_bytes(operands.rhs))
+    lhs = _lhs_values(problem, operands)
+    count, tile, total = _tiles(problem, out_cols)
 
-    def columns(start: Array | int, size: int) -> Array:
-        weights = _weight_tile(problem, operands, start, size)
+    def columns(start: Array | int) -> Array:
+        weights = _weight_tile(problem, operands, start, tile)
         pattern = "bmn,bnk->bmk" if problem.transposed else "bmk,bnk->bmn"
         return jnp.einsum(
             pattern, lhs, weights, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
         )
 
-    full = out_cols // tile
-    parts = []
-    if full > 1:
+    if count == 1:
+        out = columns(0)
+    else:
         # The loop index enters every slice, so XLA cannot hoist a dequantized copy of all the weights out of the loop.
-        stacked = lax.map(lambda i: columns(i * tile, tile), jnp.arange(full, dtype=jnp.int32))
-        parts.append(jnp.moveaxis(stacked, 0, 2).reshape(batch, m, full * tile))
-    elif full == 1:
-        parts.append(columns(0, tile))
-    if out_cols > full * tile:
-        parts.append(columns(full * tile, out_cols - full * tile))
-    out = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+        # The last tile starts early enough to be whole; what it computes a second time is cut away.
+        starts = jnp.minimum(jnp.arange(count, dtype=jnp.int32) * tile, total - tile)
+        stacked = jnp.moveaxis(lax.map(columns, starts), 0, 2)
+        head = stacked[:, :, :-1].reshape(batch, m, (count - 1) * tile)
+        out = jnp.concatenate([head, stacked[:, :, -1, count * tile - total :]], axis=-1)
+    out = out[..., :out_cols]
     if operands.bias is not None:
         out = out + operands.bias.astype(jnp.float32)[:, None, :]
     return out.astype(problem.out_dtype)
+
+
+def _tiles(problem: DotProblem, out_cols: int) -> tuple[int, int, int]:
+    """Number of tiles, output columns per tile, and columns in all, rounded up to whole bytes of packed codes."""
+    step = problem.rhs_format.element.per_byte if problem.transposed else 1
+    total = -(-out_cols // step) * step
+    contracted = problem.n if problem.transposed else problem.k
+    most = max(step, TILE_ELEMENTS // max(1, problem.batch * contracted))
+    count = -(-total // most)
+    tile = -(-total // (count * step)) * step
+    return -(-total // tile), tile, total
+
+
+def _bytes(codes: Array) -> Array:
+    return codes if codes.dtype == jnp.uint8 else lax.bitcast_convert_type(codes, jnp.uint8)
 
 
 def _lhs_values(problem: DotProblem, operands: DotOperands) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,16 +24,22 @@ def stacked(fmt: jlb.Format, count: int, n: int, k: int) -> jlb.ScaledArray:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *[layers.weight(fmt, n, k, seed=i) for i in range(count)])
 
 
-def primitives(jaxpr: Any) -> set[str]:
-    found: set[str] = set()
+def equations(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
-        found.add(eqn.primitive.name)
+        yield eqn
         for value in eqn.params.values():
             for inner in value if isinstance(value, (tuple, list)) else (value,):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    found |= primitives(inner)
-    return found
+                    yield from equations(inner)
+
+
+def primitives(jaxpr: Any) -> set[str]:
+    return {eqn.primitive.name for eqn in equations(jaxpr)}
+
+
+def eqn_names(jaxpr: Any) -> list[str]:
+    return [str(eqn.params.get("name", "")) for eqn in equations(jaxpr)]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -112,12 +119,12 @@ def test_remat_name_keeps_the_product() -> None:
 
     def calls(policy: Any) -> int:
         f = jax.checkpoint(lambda x: jnp.sum(jnp.sin(jlb.fp8_dot(x, q, act=None, implementation="native"))), policy=policy)
-        text = jax.jit(jax.grad(f)).lower(x).as_text()
-        return text.count("call @fp8_dot")
+        names = eqn_names(jax.make_jaxpr(jax.grad(f))(x).jaxpr)
+        return sum(name.startswith("jaxlowbit_fp8_dot_") and "_dx_" not in name for name in names)
 
     recomputed = calls(jax.checkpoint_policies.nothing_saveable)
     kept = calls(jax.checkpoint_policies.save_only_these_names(jlb.REMAT_NAME))
-    assert kept == recomputed - 1 and kept >= 1
+    assert (kept, recomputed) == (1, 2)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -138,9 +145,11 @@ def test_train_step_holds_no_dequantized_weights(name: str, implementation: str)
         memory = jax.jit(jax.grad(loss)).lower(*args).compile().memory_analysis()
         return int(memory.temp_size_in_bytes)
 
-    few, many = temporaries(2), temporaries(8)
+    per_layer = (temporaries(8) - temporaries(2)) / 6
     dequantized_bf16 = n * k * 2
-    assert many - few < dequantized_bf16, f"6 more layers cost {many - few} bytes of temporaries"
+    # Native: activations only. XLA: on the CPU a byte view of float8 codes is a copy of them, half of that W.
+    most = (0.05 if implementation == "native" else 0.6) * dequantized_bf16
+    assert per_layer < most, f"each layer costs {per_layer:.0f} bytes of temporaries, allowed {most:.0f}"
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu", "rocm"])
