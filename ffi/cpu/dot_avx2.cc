@@ -5,6 +5,7 @@
 #include <immintrin.h>
 
 #include "ffi/cpu/dot.h"
+#include "ffi/cpu/dot_plan.h"
 #include "ffi/cpu/scratch.h"
 
 #if defined(__clang__)

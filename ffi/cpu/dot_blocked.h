@@ -12,6 +12,7 @@
 
 #include "ffi/cpu/dot.h"
 #include "ffi/cpu/dot_pack.h"
+#include "ffi/cpu/dot_plan.h"
 #include "ffi/cpu/scratch.h"
 
 namespace jaxlowbit {
@@ -66,39 +67,11 @@ MicroKernelFunction MicroKernelFor(int64_t rows) {
   }
 }
 
-// How a batch of equal problems is cut into tasks. No number here changes a result.
-struct BlockPlan {
-  const DotProblem* problems;
-  int64_t rows, columns;            // of a task
-  int64_t row_blocks, column_blocks;  // of a problem
-
-  int64_t tasks(int64_t problem_count) const { return problem_count * row_blocks * column_blocks; }
-};
-
-template <typename T>
-BlockPlan PlanBlocks(const DotProblem* problems, int64_t count, int64_t threads) {
-  constexpr int64_t kTasksPerThread = 6;  // so that a late thread leaves little undone
-  const int64_t m = problems->m(), columns = problems->columns();
-  BlockPlan plan{problems, std::min(m, RoundUp(kMostRows, T::kRows)), kMostColumns, 0, 0};
-  auto recount = [&] {
-    plan.row_blocks = CeilDiv(m, plan.rows);
-    plan.column_blocks = CeilDiv(columns, plan.columns);
-    return plan.tasks(count);
-  };
-  while (recount() < kTasksPerThread * threads && plan.columns / 2 >= T::kPanel) plan.columns /= 2;
-  // Cutting the rows decodes the same codes twice: only for idle threads.
-  while (recount() < threads && plan.rows >= 8 * T::kRows) plan.rows = RoundUp(plan.rows / 2, T::kRows);
-  return plan;
-}
-
 template <typename T>
 void BlockTask(void* context, int64_t task) {
-  const BlockPlan& plan = *static_cast<const BlockPlan*>(context);
-  const int64_t row_block = task % plan.row_blocks;
-  const int64_t column_block = task / plan.row_blocks % plan.column_blocks;
-  const DotProblem& p = plan.problems[task / plan.row_blocks / plan.column_blocks];
-  const int64_t m0 = row_block * plan.rows, rows = std::min(plan.rows, p.m() - m0);
-  const int64_t o0 = column_block * plan.columns, columns = std::min(plan.columns, p.columns() - o0);
+  const DotRectangle rectangle = static_cast<const DotPlan*>(context)->Rectangle(task);
+  const DotProblem& p = *rectangle.problem;
+  const int64_t m0 = rectangle.m0, rows = rectangle.rows, o0 = rectangle.o0, columns = rectangle.columns;
   const int64_t stride = RoundUp(columns, T::kPanel);
 
   float* panels = static_cast<float*>(TaskScratch().Reserve(
@@ -128,8 +101,8 @@ void BlockTask(void* context, int64_t task) {
 
 template <typename T>
 void DotBlocked(const DotProblem* problems, int64_t count, Executor& executor) {
-  BlockPlan plan = PlanBlocks<T>(problems, count, executor.threads());
-  executor.Run(plan.tasks(count), BlockTask<T>, &plan);
+  DotPlan plan(problems, count, executor.threads(), T::kRows, kMostRows, T::kPanel, kMostColumns);
+  executor.Run(plan.tasks(), BlockTask<T>, &plan);
 }
 
 }  // namespace

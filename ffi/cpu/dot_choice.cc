@@ -59,6 +59,9 @@ std::vector<DotProblem> MakeDotProblems(const DotConfig& config, const DotBuffer
 
 DotKernel ChooseDotKernel(Tier tier, const DotProblem& problem) {
   if (tier == Tier::kAuto) tier = BestTier();
+#if defined(JAXLOWBIT_HAS_AMX)
+  if (tier == Tier::kAmx && DotAmxServes(problem)) return {"amx gemm", DotAmx};
+#endif
 #if defined(__x86_64__)
   if (tier >= Tier::kAvx512) {
     if (GemvAvx512Serves(problem)) return {"avx512 gemv", GemvAvx512};

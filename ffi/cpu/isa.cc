@@ -35,10 +35,17 @@ uint64_t EnabledStates() {
   return (static_cast<uint64_t>(high) << 32) | low;
 }
 
-// Linux gives the 8 KiB of tile data only to processes that ask (Documentation/arch/x86/xstate.rst).
-// The permission covers all threads, those of XLA's pool too.
-bool RequestTileData() {
-#if defined(__linux__) && defined(SYS_arch_prctl)
+bool Bit(uint32_t value, int index) { return ((value >> index) & 1) != 0; }
+
+// Whether this process may use AMX tiles and bf16 products of them.
+bool TilesUsable([[maybe_unused]] const Leaf& seven, [[maybe_unused]] uint64_t states) {
+#if defined(JAXLOWBIT_EMULATE_AMX)
+  return true;
+#elif defined(JAXLOWBIT_HAS_AMX) && defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr uint64_t kTileStates = 0x60000;  // tile configuration and tile data
+  if (!Bit(seven.edx, 24) || !Bit(seven.edx, 22) || (states & kTileStates) != kTileStates) return false;
+  // Linux gives the 8 KiB of tile data only to processes that ask (Documentation/arch/x86/xstate.rst). The
+  // permission covers all threads, those of XLA's pool too.
   constexpr int kArchReqXcompPerm = 0x1023;
   constexpr int kTileDataState = 18;
   return syscall(SYS_arch_prctl, kArchReqXcompPerm, kTileDataState) == 0;
@@ -50,24 +57,17 @@ bool RequestTileData() {
 CpuFeatures Detect() {
   constexpr uint64_t kAvxStates = 0x6;        // XMM and YMM
   constexpr uint64_t kAvx512States = 0xe6;    // and masks, upper ZMM halves, ZMM16 to 31
-  constexpr uint64_t kTileStates = 0x60000;   // tile configuration and tile data
   CpuFeatures found;
   const Leaf one = Cpuid(1, 0);
-  auto bit = [](uint32_t value, int index) { return ((value >> index) & 1) != 0; };
-  if (!bit(one.ecx, 27)) return found;  // no OSXSAVE, so no xgetbv
+  if (!Bit(one.ecx, 27)) return found;  // no OSXSAVE, so no xgetbv
   const uint64_t states = EnabledStates();
   const Leaf seven = Cpuid(7, 0);
-  found.avx2 = (states & kAvxStates) == kAvxStates && bit(one.ecx, 12) /* FMA */ && bit(one.ecx, 29) /* F16C */ &&
-               bit(seven.ebx, 5);
-  found.avx512 = found.avx2 && (states & kAvx512States) == kAvx512States && bit(seven.ebx, 16) /* F */ &&
-                 bit(seven.ebx, 17) /* DQ */ && bit(seven.ebx, 30) /* BW */ && bit(seven.ebx, 31) /* VL */;
-  found.avx512_vbmi = found.avx512 && bit(seven.ecx, 1);
-  const bool avx512_bf16 = found.avx512 && bit(Cpuid(7, 1).eax, 5);
-  const bool tiles = bit(seven.edx, 24) && bit(seven.edx, 22);  // AMX-TILE, AMX-BF16
-  found.amx = found.avx512_vbmi && avx512_bf16 && tiles && (states & kTileStates) == kTileStates && RequestTileData();
-#if defined(JAXLOWBIT_EMULATE_AMX)
-  found.amx = found.avx512_vbmi && avx512_bf16;
-#endif
+  found.avx2 = (states & kAvxStates) == kAvxStates && Bit(one.ecx, 12) /* FMA */ && Bit(one.ecx, 29) /* F16C */ &&
+               Bit(seven.ebx, 5);
+  found.avx512 = found.avx2 && (states & kAvx512States) == kAvx512States && Bit(seven.ebx, 16) /* F */ &&
+                 Bit(seven.ebx, 17) /* DQ */ && Bit(seven.ebx, 30) /* BW */ && Bit(seven.ebx, 31) /* VL */;
+  found.avx512_vbmi = found.avx512 && Bit(seven.ecx, 1);
+  found.amx = found.avx512_vbmi && Bit(Cpuid(7, 1).eax, 5) /* AVX512-BF16 */ && TilesUsable(seven, states);
   return found;
 }
 

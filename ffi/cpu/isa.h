@@ -4,6 +4,13 @@
 
 #include "ffi/common/enums.h"
 
+// Compilers that know AMX come with assemblers that do (GCC 11, Clang 11).
+#if defined(__x86_64__) && defined(__has_include)
+#if __has_include(<amxbf16intrin.h>)
+#define JAXLOWBIT_HAS_AMX 1
+#endif
+#endif
+
 namespace jaxlowbit {
 
 // What the processor has and the operating system has switched on; found once.
