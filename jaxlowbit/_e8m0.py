@@ -45,14 +45,14 @@ def encode_e8m0(x: Array, *, rounding: E8M0Rounding = "exact") -> Array:
     Args:
       x: positive scales. float64 is converted to float32 first, which keeps powers of two.
       rounding: ``"exact"`` takes powers of two only; ``"floor"``, ``"ceil"`` (also called ``"rceil"``) and
-        ``"even"`` (nearest value, ties to the even byte) round others and clamp to bytes 0..254.
+        ``"even"`` (to nearest, halfway up, as ``astype`` rounds) round others and clamp to bytes 0..254.
 
     Returns:
-      uint8 of x's shape. NaN, infinite and negative scales give 255 (NaN).
+      uint8 of x's shape. NaN gives 255, and so do infinite and negative scales where rounding is named.
 
     Raises:
-      ValueError: a scale that is no power of two under ``"exact"``. Values of tracers are unknown: there they give
-        255, so a wrong scale shows as NaN and never as a wrong number.
+      ValueError: a scale that is no power of two under ``"exact"``. Values of tracers are unknown: there such a
+        scale gives 255, so it shows as NaN and never as a wrong number.
     """
     if rounding not in ("exact", "rceil", "floor", "ceil", "even"):
         errors.bad_value(
@@ -65,14 +65,14 @@ def encode_e8m0(x: Array, *, rounding: E8M0Rounding = "exact") -> Array:
     values, shape = as_f32(x, "encode_e8m0")
     xp = namespace(values)
     bits = float_bits(values)
-    exponent = (bits >> 23).astype(np.int32)
+    exponent = ((bits & MAGNITUDE) >> 23).astype(np.int32)
     mantissa = bits & MANTISSA
     if rounding == "exact":
         # 2**-127 is a float32 subnormal: its one bit is the highest of the mantissa.
-        is_power = (mantissa == 0) & (exponent > 0) | (bits == np.uint32(0x00400000))
+        is_power = (mantissa == 0) & (exponent > 0) & (bits < F32_INF) | (bits == np.uint32(0x00400000))
         is_nan = (bits & MAGNITUDE) > F32_INF
         if not isinstance(values, jax.core.Tracer):
-            bad = np.asarray(~(is_power & (exponent < 255) | is_nan))
+            bad = np.asarray(~(is_power | is_nan))
             if bad.any():
                 errors.bad_value(
                     "encode_e8m0",
@@ -81,17 +81,15 @@ def encode_e8m0(x: Array, *, rounding: E8M0Rounding = "exact") -> Array:
                     got=f"{np.asarray(values)[bad].flat[0]!s}",
                     fix="Name a rounding ('ceil', 'floor', 'even') and requantize the codes, or keep float32 scales.",
                 )
-        exponent = xp.where(is_power, exponent, np.int32(255))
-        return shaped(xp.where(bits >= F32_INF, 255, exponent).astype(np.uint8), shape)
+        return shaped(xp.where(is_power, exponent, np.int32(255)).astype(np.uint8), shape)
     if rounding in ("ceil", "rceil"):
         # Byte 0 is 2**-127, half-way into the subnormals.
         above = xp.where(exponent == 0, mantissa > np.uint32(0x400000), mantissa != 0)
         exponent = exponent + above.astype(np.int32)
     elif rounding == "even":
-        tie = np.uint32(0x400000)
-        up = (mantissa > tie) | (mantissa == tie) & (exponent % 2 == 1)
-        up = xp.where(exponent == 0, mantissa > np.uint32(0x600000), up)  # halfway between 2**-127 and 2**-126
-        exponent = exponent + up.astype(np.int32)
+        # Halfway is 1.5 times a power of two; between 2**-127 and 2**-126 that is the mantissa 0x600000.
+        half = xp.where(exponent == 0, np.uint32(0x600000), np.uint32(0x400000))
+        exponent = exponent + (mantissa >= half).astype(np.int32)
     return shaped(_e8m0_byte(bits, exponent), shape)
 
 
@@ -155,7 +153,7 @@ def mx_scale(amax: Array, element: str | ElementType, rounding: str) -> Array:
     kind = element_type(element, "mx_scale")
     values, shape = as_f32(amax, "mx_scale")
     bits = float_bits(values)
-    exponent = (bits >> 23).astype(np.int32)
+    exponent = ((bits & MAGNITUDE) >> 23).astype(np.int32)
     mantissa = bits & MANTISSA
     if rounding == "rceil":
         top = float_bits(np.full(1, kind.max, np.float32))[0] & MANTISSA
