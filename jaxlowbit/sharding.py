@@ -104,7 +104,7 @@ def explicit(
             return call(x, act_scale, weight, bias, out_dtype)
         out = lax.psum(call(x, act_scale, weight, None, "float32"), _names(kx))
         if bias is not None:
-            out = out + bias.astype(jnp.float32)
+            out = out + jnp.broadcast_to(bias.astype(jnp.float32), out.shape)
         return out.astype(out_dtype)
 
     specs = (P(*lead, kx), act_spec, weight_spec, bias_spec)

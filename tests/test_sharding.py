@@ -67,7 +67,7 @@ def test_gradients_inside_shard_map(layout: str, name: str, implementation: str,
 
     def f(x: Any, q: Any, bias: Any) -> Any:
         y = layers.call(x, q, act=None, implementation=implementation)
-        return (jax.lax.psum(y, contracted) if contracted else y) + bias
+        return (jax.lax.psum(y, contracted) if contracted else y) + bias[None]
 
     out = P(sx[0], sb[0])
     m = mesh(axis_type)
