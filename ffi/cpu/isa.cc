@@ -66,7 +66,9 @@ CpuFeatures Detect() {
                Bit(seven.ebx, 5);
   found.avx512 = found.avx2 && (states & kAvx512States) == kAvx512States && Bit(seven.ebx, 16) /* F */ &&
                  Bit(seven.ebx, 17) /* DQ */ && Bit(seven.ebx, 30) /* BW */ && Bit(seven.ebx, 31) /* VL */;
+#if !defined(JAXLOWBIT_WITHOUT_VBMI)  // which only tests define
   found.avx512_vbmi = found.avx512 && Bit(seven.ecx, 1);
+#endif
   found.amx = found.avx512_vbmi && Bit(Cpuid(7, 1).eax, 5) /* AVX512-BF16 */ && TilesUsable(seven, states);
   return found;
 }
