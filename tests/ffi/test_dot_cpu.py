@@ -168,7 +168,9 @@ def test_nan_and_inf_reach_what_they_touch_and_nothing_else(tier: Tier, rows: in
             want = product(lhs, rhs, transposed=transposed).value
             got, name = run(lhs, rhs, tier=tier, transposed=transposed)
             assert np.isnan(want).any() or np.isinf(want).any()
-            assert np.array_equal(got.astype(np.float64), want, equal_nan=True), f"{name} {element.name} {kind.name} {fault}"
+            assert np.array_equal(got.astype(np.float64), want, equal_nan=True), (
+                f"{name} {element.name} {kind.name} {fault}"
+            )
 
 
 @tier_test
@@ -189,7 +191,9 @@ def test_coded_lhs_with_nan(tier: Tier, rows: int) -> None:
         want = product(lhs, rhs).value
         got, name = run(lhs, rhs, tier=tier)
         assert np.isnan(want[rows - 1]).all() and not np.isnan(want[: rows - 1]).any()
-        assert np.array_equal(got.astype(np.float64), want, equal_nan=True), f"{name} {element.name} {kind.name} {fault}"
+        assert np.array_equal(got.astype(np.float64), want, equal_nan=True), (
+            f"{name} {element.name} {kind.name} {fault}"
+        )
 
 
 @tier_test
