@@ -115,11 +115,12 @@ def fake_quantize(
     ``quantize``; an odd K is no obstacle here, since nothing is stored.
     """
     fmt = named(format)
-    x = checked_values(x, axis)
+    values = checked_values(x, axis)
     spec = quantize_spec(fmt, scale_rounding, rounding, key, amax_ub, computed=scale is None)
-    rest = checked_operands(spec, x, scale, global_scale, key, offset)
+    rest = checked_operands(spec, values, scale, global_scale, key, offset)
     check_implementation(implementation)
-    return jnp.moveaxis(_straight_through(spec, implementation, x, *rest), -1, axis)
+    result = _straight_through(spec, implementation, values, *rest)
+    return jnp.moveaxis(result, -1, axis).astype(jnp.asarray(x).dtype)  # float64 was narrowed on the way in
 
 
 def quantize_rows(
