@@ -11,21 +11,20 @@
 //   void StoreNibbles(Ints, uint8_t*)    kLanes codes below 16 as kLanes / 2 bytes, low nibble first
 //   uint32_t Peak(const uint16_t*, int64_t), Peak(const uint32_t*, int64_t)   largest value with the sign bit cleared
 
-template <int kMantissaBits, int kMinExponent, uint32_t kMaxValueBits, int kMaxCodeValue, int kNanCode, int kSignBit,
+template <int kMantissaBits, int kMinExponent, uint32_t kMaxValueBits, int kNanCode, int kSignBit,
           bool kIsPacked>
 struct ElementTraits {
   static constexpr int mantissa = kMantissaBits;
-  static constexpr int32_t max_bits = kMaxValueBits;                    // largest finite value as f32 bits
-  static constexpr int32_t min_bits = (127 + kMinExponent) << 23;       // smallest normal value as f32 bits
-  static constexpr int max_code = kMaxCodeValue;
+  static constexpr int32_t max_bits = kMaxValueBits;               // largest finite value as f32 bits
+  static constexpr int32_t min_bits = (127 + kMinExponent) << 23;  // smallest normal value as f32 bits
   static constexpr int nan_code = kNanCode;
   static constexpr int sign = kSignBit;
   static constexpr bool packed = kIsPacked;
 };
-using E4m3Traits = ElementTraits<3, -6, 0x43E00000u, 0x7E, 0x7F, 7, false>;           // 448
-using E5m2Traits = ElementTraits<2, -14, 0x47600000u, 0x7B, 0x7E, 7, false>;          // 57344
-using E2m1Traits = ElementTraits<1, 0, 0x40C00000u, 7, 0, 3, true>;                   // 6; no NaN: its scale holds it
-using E2m1UnpackedTraits = ElementTraits<1, 0, 0x40C00000u, 7, 0, 3, false>;
+using E4m3Traits = ElementTraits<3, -6, 0x43E00000u, 0x7F, 7, false>;   // 448
+using E5m2Traits = ElementTraits<2, -14, 0x47600000u, 0x7E, 7, false>;  // 57344
+using E2m1Traits = ElementTraits<1, 0, 0x40C00000u, 0, 3, true>;     // 6; no NaN: its scale holds it
+using E2m1UnpackedTraits = ElementTraits<1, 0, 0x40C00000u, 0, 3, false>;
 
 constexpr int32_t kMagnitude = 0x7FFFFFFF;
 constexpr int32_t kExponent = 0x7F800000;  // also the bits of infinity
@@ -88,7 +87,7 @@ JAXLOWBIT_LANE Ints EncodeStochastic(Floats quotient, Ints sign, Words word) {
   Floats uniform = __builtin_convertvector((Ints)(word >> 8), Floats) * 0x1p-24f;
   Ints up = (Ints)(uniform < fraction);  // -1 where it holds
   Ints code = whole - up + ((exponent - Element::min_bits) >> (23 - Element::mantissa));
-  return Finish<Element>(Min(code, Splat(Element::max_code)), magnitude, sign);
+  return Finish<Element>(code, magnitude, sign);  // the largest value has no fraction, so no code lies past it
 }
 
 template <int kBits>

@@ -250,6 +250,18 @@ def test_stochastic_rounding(element: Element, dtype: np.dtype) -> None:
     check(x, cases)
 
 
+def test_stochastic_rounding_of_almost_nothing() -> None:
+    """Counter 5297128 under key (0, 0) draws the uniform number 0: what is above 0 rounds up, a subnormal is 0."""
+    assert model.threefry(0, 0, np.array([5297128], np.uint64))[0] < 256
+    for element in ELEMENTS:
+        for x, code in ((2.0**-96, 1), (2.0**-97, 0), (-(2.0**-96), 1), (0.0, 0)):
+            scale = np.full((1, 1, 1), 2.0**30, F32)
+            case = Case(element, ScaleKind.F32, block=(1, 2), given=scale, rng=(0, 0, 5297128))
+            values = np.array([[[x, 0.0]]], F32)
+            assert model.quantize(values, case)[0].flat[0] & 7 == code
+            check(values, [case])
+
+
 def test_stochastic_shards_round_as_the_whole() -> None:
     x = jnp.asarray(np.random.default_rng(7).standard_normal((1, 8, 256)), jnp.bfloat16)
     for tier in TIERS:
@@ -264,13 +276,24 @@ def test_stochastic_shards_round_as_the_whole() -> None:
         )
 
 
-@pytest.mark.parametrize("block", [(700, 1000), (1, 300_000), (257, 513)], ids=str)
-def test_blocks_too_large_for_one_task(block: tuple[int, int]) -> None:
-    """Peaks come from many tasks, in rows and along one row; the last blocks are partial."""
-    shape = (1, 2, 300_002) if block[0] == 1 else (2, 700, 1002)
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [((2, 700, 1002), (700, 1000)), ((1, 2, 300_002), (1, 300_000)), ((2, 700, 1002), (257, 1100))],
+    ids=str,
+)
+def test_blocks_too_large_for_one_task(shape: tuple[int, ...], block: tuple[int, int]) -> None:
     x = adversarial(shape, block, DTYPES["bf16"], seed=8)
     check(x, [Case(e, *KINDS[0], block) for e in ELEMENTS])
-    check(x[:, : shape[1] // 2], [Case(Element.E2M1, *KINDS[2], block, rng=(8, 9, 10))], TIERS[-1:])
+    check(x, [Case(Element.E2M1, *KINDS[2], block, rng=(8, 9, 10))], TIERS[-1:])
+
+
+def test_the_peak_of_a_large_block_lies_anywhere() -> None:
+    """One maximum per matrix, at the borders of the pieces that tasks take of a block, in columns and in rows."""
+    places = [0, 32767, 32768, 65535, 65536, 131071, 200_000, 262_143, 262_144, 299_999]
+    for rows, columns in ((1, 300_000), (3000, 100)):
+        x = np.full((len(places), 300_000), 0.25, DTYPES["bf16"])
+        x[np.arange(len(places)), places] = np.arange(3, 3 + len(places))
+        check(x.reshape(-1, rows, columns), [Case(Element.E4M3, *KINDS[0], (rows, columns))])
 
 
 @pytest.mark.parametrize("block", [(1, 128), (256, 4096)], ids=str)
