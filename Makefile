@@ -70,8 +70,8 @@ sdist-check: $(VENV)/test.stamp
 	JAXLOWBIT_CUDA=off _build/sdist-venv/bin/python -m pip install -q --disable-pip-version-check _build/sdist/*.tar.gz
 	cd _build/sdist-venv && bin/python -m jaxlowbit info && bin/python ../../tests/smoke.py
 
-aarch64-check:
-	bash tests/aarch64/check.sh
+aarch64-check: $(VENV)/base.stamp
+	bash tests/aarch64/check.sh $(BIN)/python
 
 bazel-test: $(VENV)/test.stamp
 	command -v bazel >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends bazel-bootstrap; }
