@@ -126,21 +126,18 @@ def check(got: Any, want: Any, bound: Any, *, what: str = "result") -> float:
     overflow = LARGEST[result.dtype.name] * (1 + unit_roundoff(result.dtype) / 2)
     with np.errstate(invalid="ignore", over="ignore"):
         error = np.abs(values - expected)
-        finite = error <= limit
         may_be_inf = np.isinf(values) & (np.sign(values) == np.sign(expected)) & (np.abs(expected) + limit >= overflow)
-        ok = finite | may_be_inf
+        ok = (error <= limit) | may_be_inf
         ok = np.where(np.isnan(expected), np.isnan(values), ok)
         ok = np.where(np.isinf(expected), values == expected, ok)
-        ratio = np.where(ok, np.where(np.isfinite(error), error / np.maximum(limit, 1e-300), 0.0), np.inf)
+        ratio = np.nan_to_num(error / np.maximum(limit, 1e-300), nan=np.inf, posinf=np.inf)
     if not ok.all():
-        wrong = np.argwhere(~ok)
-        score = np.where(ok, -1.0, np.nan_to_num(error / np.maximum(limit, 1e-300), nan=np.inf, posinf=np.inf))
-        at = tuple(int(i) for i in np.unravel_index(int(np.argmax(score)), expected.shape))
+        at = tuple(int(i) for i in np.unravel_index(int(np.argmax(np.where(ok, -1.0, ratio))), expected.shape))
         raise AssertionError(
-            f"{what}: {len(wrong)} of {expected.size} elements outside the bound; worst at {at}: got {values[at]!r}, "
-            f"want {expected[at]!r}, |error| {error[at]:.3e}, bound {limit[at]:.3e}"
+            f"{what}: {int((~ok).sum())} of {expected.size} elements outside the bound; worst at {at}: got "
+            f"{values[at]!r}, want {expected[at]!r}, |error| {error[at]:.3e}, bound {limit[at]:.3e}"
         )
-    return float(np.max(ratio, initial=0.0))
+    return float(np.max(ratio, initial=0.0, where=np.isfinite(error)))
 
 
 def calc_diff(x: Any, y: Any) -> float:

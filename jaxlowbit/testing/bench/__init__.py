@@ -25,6 +25,13 @@ Bench = Callable[[argparse.Namespace], tuple[list[dict[str, Any]], str]]
 BENCHES: dict[str, dict[str, Bench]] = {"cpu": {"dense": dense_cpu.run, "quantize": quantize_cpu.run}}
 
 
+def _weight(text: str) -> shapes.WeightShape:
+    try:
+        return shapes.parse(text)
+    except ValueError as error:  # argparse would drop the message
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m jaxlowbit bench", description="Measure the kernels against XLA.")
     benches = parser.add_subparsers(dest="bench", required=True, metavar="dense|quantize")
@@ -36,13 +43,11 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--seconds", type=float, help="time to spend on each M (dense) or shape (quantize), about")
     dense = benches.add_parser("dense", parents=[common], help="FP8 and FP4 products")
     names = ", ".join(shapes.BY_NAME)
-    dense.add_argument("--shapes", nargs="+", type=shapes.parse, metavar="S", help=f"weights: NxK, or one of: {names}")
+    dense.add_argument("--shapes", nargs="+", type=_weight, metavar="S", help=f"weights: NxK, or one of: {names}")
     dense.add_argument("--m", nargs="+", type=int, help="rows of x; 1 32 1024 by default")
     dense.add_argument("--formats", nargs="+", choices=list(dense_cpu.FORMATS_TIMED), help="all by default")
     quantize = benches.add_parser("quantize", parents=[common], help="quantizers")
-    quantize.add_argument(
-        "--shapes", nargs="+", type=shapes.parse, metavar="RxC", help="1024x4096 4096x4096 by default"
-    )
+    quantize.add_argument("--shapes", nargs="+", type=_weight, metavar="RxC", help="1024x4096 4096x4096 by default")
     quantize.add_argument("--formats", nargs="+", choices=list(FORMATS), help="FP8_1X128 by default")
     return parser
 

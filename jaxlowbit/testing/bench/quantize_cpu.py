@@ -66,13 +66,13 @@ def _verify(name: str, x: Array, outputs: dict[str, Any]) -> None:
     """Both implementations agree bit for bit, and their first rows with the reference."""
     ours, xla = outputs["ours"], outputs["xla"]
     for leaf, other in zip(jax.tree.leaves(ours), jax.tree.leaves(xla), strict=True):
-        if not np.array_equal(np.asarray(leaf).view(np.uint8), np.asarray(other).view(np.uint8)):
+        if np.asarray(leaf).tobytes() != np.asarray(other).tobytes():
             raise AssertionError(f"bench quantize: {name}: native and xla differ in their bits")
     fmt = FORMATS[name]
     rows = min(x.shape[0], fmt.block[0] or x.shape[0])
     outer = None if ours.global_scale is None else float(ours.global_scale)
     expected = reference.quantize(np.asarray(x)[:rows], fmt, global_scale=outer)
-    if not np.array_equal(np.asarray(ours.data)[:rows].view(np.uint8), expected.data.view(np.uint8)):
+    if np.asarray(ours.data)[:rows].tobytes() != expected.data.tobytes():
         raise AssertionError(f"bench quantize: {name}: codes differ from the reference's")
 
 
