@@ -191,7 +191,7 @@ def test_generation_with_a_cache_equals_generation_without(strict, tiny):
 def test_packed_base_equals_its_dequantized_self(strict, tiny, format):
     """The packed decoder against the plain one that holds the dequantized weights."""
     tokens = jnp.asarray(np.random.default_rng(6).integers(0, 256, (2, 9)))
-    packed = train.freeze(tiny.params, format)
+    packed = train.freeze(tiny.params, format, "xla")
     plain = {**packed, "layers": dict(packed["layers"])}
     for name in model.LINEARS:
         plain["layers"][name] = packed["layers"][name].dequantize(jnp.bfloat16)

@@ -44,7 +44,7 @@ def text(results: Results) -> str:
         lines += [
             "",
             f"{t.format}: products of the train step by implementation: {taken}",
-            *(f"  {kernel}" for kernel in t.kernels),
+            f"  such as {t.products[-1]}",
             f"  every gradient finite; the {t.frozen_leaves} frozen arrays ({_megabytes(t.frozen_bytes)}) unchanged",
             f"  before: {_one_line(t.text_before)}",
             f"  after:  {_one_line(t.text_after)}",
@@ -108,4 +108,5 @@ def _change(before: float, after: float) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """For a terminal: white space collapsed, and nothing that could be a control sequence."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))

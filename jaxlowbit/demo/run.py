@@ -59,7 +59,7 @@ class Training:
     Attributes:
       heldout_losses: steps done -> held-out loss.
       implementations: implementation -> number of the step's low-bit products that take it.
-      kernels: the kernel configurations of those products.
+      products: each different product of the step, with its implementation and kernel.
       tokens_per_second: implementation -> of the median step.
     """
 
@@ -73,7 +73,7 @@ class Training:
     text_before: str
     text_after: str
     implementations: dict[str, int]
-    kernels: list[str]
+    products: list[str]
     tokens_per_second: dict[str, float]
     frozen_leaves: int
     frozen_bytes: int
@@ -158,14 +158,14 @@ def _train_one(
     say: Callable[[str], None],
 ) -> tuple[Base, Training]:
     config, recipe = checkpoint.config, settings.recipe()
-    base = train.freeze(checkpoint.params, format)
+    base = train.freeze(checkpoint.params, format, how.implementation)
     frozen = train.fingerprint(base)
     evaluate = Evaluator(config, how, recipe.batch)
     write = _writer(checkpoint, base, how, settings.new_tokens)
     batches = text.train.reshape(recipe.steps, recipe.batch, -1)
     probe = text.train[: settings.heldout_windows]
     train_before, text_before = evaluate(base, adapters, probe), write(adapters)
-    implementations, kernels = _decisions(config, how, recipe, base, adapters, batches[0])
+    implementations, products = _decisions(config, how, recipe, base, adapters, batches[0])
 
     trained = train.train(
         base,
@@ -200,7 +200,7 @@ def _train_one(
         text_before=text_before,
         text_after=text_after,
         implementations=implementations,
-        kernels=kernels,
+        products=products,
         tokens_per_second=speeds,
         frozen_leaves=len(frozen),
         frozen_bytes=sum(x.size for x in frozen.values()),
@@ -230,4 +230,4 @@ def _decisions(
     counts = {d.implementation: 0 for d in found}
     for decision in found:
         counts[decision.implementation] += 1
-    return counts, sorted({decision.kernel for decision in found})
+    return counts, list(dict.fromkeys(f"{d.problem}: {d.implementation} ({d.kernel})" for d in found))

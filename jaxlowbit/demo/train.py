@@ -39,15 +39,14 @@ class Recipe:
     seed: int = 0
 
 
-def freeze(params: Params, format: jaxlowbit.Format | None) -> Params:
+def freeze(params: Params, format: jaxlowbit.Format | None, implementation: str | None = None) -> Params:
     """The base on the device: its linears quantized to ``format``, or left in bfloat16 for ``None``; embedding and
     norms stay as they are, as they do in released checkpoints."""
-    layers = {
-        name: jnp.asarray(w) if format is None or name not in LINEARS else jaxlowbit.quantize(jnp.asarray(w), format)
-        for name, w in params["layers"].items()
-    }
-    rest = {name: jnp.asarray(w) for name, w in params.items() if name != "layers"}
-    return {**rest, "layers": layers}
+    base: Params = jax.tree.map(jnp.asarray, params)
+    if format is not None:
+        for name in LINEARS:
+            base["layers"][name] = jaxlowbit.quantize(base["layers"][name], format, implementation=implementation)
+    return base
 
 
 def linear_bytes(base: Params) -> int:
