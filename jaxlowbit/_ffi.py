@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxlowbit._libraries import (
-    cpu_dot_kernel,
     DOT,
     PROBE,
     QUANTIZE,
@@ -28,6 +27,7 @@ from jaxlowbit._libraries import (
     LibraryStatus,
     Tier,
     available_tiers,
+    cpu_dot_kernel,
     cuda_probe,
     native_available,
     status,

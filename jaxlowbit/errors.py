@@ -23,19 +23,23 @@ def describe(x: Any) -> str:
 
 
 def message(op: str, arg: str, *, expected: str, got: Any, fix: str) -> str:
+    """The sentence of every refusal: op, argument, expected, got, what to do."""
     got_text = got if isinstance(got, str) else describe(got)
     return f"jaxlowbit.{op}: {arg}: expected {expected}; got {got_text}. {fix}"
 
 
 def bad_value(op: str, arg: str, *, expected: str, got: Any, fix: str) -> NoReturn:
+    """Raises ValueError with ``message``."""
     raise ValueError(message(op, arg, expected=expected, got=got, fix=fix))
 
 
 def bad_type(op: str, arg: str, *, expected: str, got: Any, fix: str) -> NoReturn:
+    """Raises TypeError with ``message``."""
     raise TypeError(message(op, arg, expected=expected, got=got, fix=fix))
 
 
 def unsupported(op: str, reasons: list[str], *, fix: str) -> NoReturn:
+    """Raises UnsupportedError with one line per reason."""
     lines = "\n".join(f"  - {reason}" for reason in reasons)
     raise UnsupportedError(f"jaxlowbit.{op}: implementation='native' cannot serve this call:\n{lines}\n{fix}")
 

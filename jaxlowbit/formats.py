@@ -157,8 +157,10 @@ class Format:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Format:
+        """The Format that ``to_json`` described."""
         rows, k = values["block"]
-        return cls(**{**values, "element": ELEMENTS[values["element"]], "scale": SCALES[values["scale"]], "block": (rows, k)})
+        element, scale = ELEMENTS[values["element"]], SCALES[values["scale"]]
+        return cls(**values | {"element": element, "scale": scale, "block": (rows, k)})
 
     def __repr__(self) -> str:
         return self.name

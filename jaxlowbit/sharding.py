@@ -55,8 +55,9 @@ def explicit_mesh(*operands: Any) -> Any:
 
 
 def _spec(x: Any) -> tuple[Axes, ...]:
-    spec = tuple(jax.typeof(x).sharding.spec)
-    return spec + (None,) * (x.ndim - len(spec))
+    spec: tuple[Axes, ...] = tuple(jax.typeof(x).sharding.spec)
+    missing: int = x.ndim - len(spec)
+    return spec + (None,) * missing
 
 
 def _names(axes: Axes) -> tuple[str, ...]:
@@ -121,15 +122,14 @@ def explicit(
 
 
 def _weight_specs(weight: ScaledArray, data: P, scale: P) -> Any:
-    leaves = ScaledArray(
-        data,  # type: ignore[arg-type]
+    return ScaledArray(
+        data,
         scale,
         None if weight.global_scale is None else P(),
         format=weight.format,
         last_dim=weight.last_dim,
         row_splits=weight.row_splits,
     )
-    return leaves
 
 
 def _refuse(op: str, arg: str, *, expected: str, got: str, fix: str) -> NoReturn:

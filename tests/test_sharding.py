@@ -84,7 +84,7 @@ def test_gradients_inside_shard_map(layout: str, name: str, implementation: str,
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_missing_psum_is_rejected(implementation: str) -> None:
-    x, q, bias, _ = case("128x128", "K")
+    x, q, _, _ = case("128x128", "K")
     sx, sq, _ = specs("K", q)
     f = jax.shard_map(
         lambda x, q: layers.call(x, q, act=None, implementation=implementation),

@@ -157,7 +157,7 @@ def scaled_dot(
     bias = _operands.check_bias(op, bias, rhs.rows)
     out_dtype = _operands.check_out_dtype(op, preferred_element_type, jnp.bfloat16)
     spec = LayerSpec(op, out_dtype, str(lhs.data.dtype), Activation(None), implementation)
-    out = _call(spec, _flatten_lhs(lhs), None, rhs, bias)
+    out: jax.Array = _call(spec, _flatten_lhs(lhs), None, rhs, bias)
     return out.reshape(*lhs.shape[:-1], rhs.rows)
 
 
@@ -178,7 +178,7 @@ def _layer(
     activation, scale = _operands.resolve_act(op, act, act_scale, weight.format)
     _operands.check_act_k(op, activation, weight.k)
     spec = LayerSpec(op, out_dtype, str(x.dtype), activation, implementation)
-    return sharding.explicit(
+    out: jax.Array = sharding.explicit(
         op,
         functools.partial(_flat, spec),
         x,
@@ -188,6 +188,7 @@ def _layer(
         act_scale=scale,
         out_dtype=out_dtype,
     )
+    return out
 
 
 def _flat(

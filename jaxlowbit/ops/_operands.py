@@ -14,11 +14,11 @@ from jaxlowbit import errors
 from jaxlowbit.formats import (
     E8M0_SCALE,
     F32_SCALE,
+    FORMATS,
     FP8_1X128,
     FP8_128X128,
     FP8_CHANNEL,
     FP8_TENSOR,
-    FORMATS,
     MXFP4,
     MXFP8,
     NVFP4,
@@ -81,7 +81,7 @@ def check_out_dtype(op: str, preferred: Any, default: Any) -> str:
             got=str(dtype),
             fix="Quantize the result afterwards with jaxlowbit.quantize if low-bit output is wanted.",
         )
-    return dtype.name
+    return str(dtype.name)
 
 
 def check_bias(op: str, bias: Any, n: int) -> Array | None:
@@ -181,7 +181,8 @@ def _match_fp8(
         candidates = [_explicit(op, block_shape)]
     else:
         candidates = [FP8_TENSOR, FP8_CHANNEL, FP8_128X128]
-    accepted = []
+    accepted: list[str] = []
+    found: tuple[Format, tuple[int, ...]] | None = None
     for fmt in candidates:
         grid = fmt.grid(n, k)
         shapes: list[tuple[int, ...]] = [grid]
@@ -190,15 +191,17 @@ def _match_fp8(
         elif block_shape is None and fmt is FP8_CHANNEL:
             grid, shapes = (n, 1), [(n,), (n, 1)]
         accepted += [f"{g} ({fmt.name})" for g in shapes]
-        if tuple(s.shape) in shapes:
-            return _with_scale(fmt, scale_type), grid if k else fmt.grid(n, k)
-    errors.bad_value(
-        op,
-        "s",
-        expected=f"for w of shape ({n}, {k}) one of the shapes " + ", ".join(accepted),
-        got=s,
-        fix="For another scale grid pass block_shape=(rows, k); the block is never guessed from shapes.",
-    )
+        if found is None and tuple(s.shape) in shapes:
+            found = _with_scale(fmt, scale_type), grid if k else fmt.grid(n, k)
+    if found is None:
+        errors.bad_value(
+            op,
+            "s",
+            expected=f"for w of shape ({n}, {k}) one of the shapes " + ", ".join(accepted),
+            got=s,
+            fix="For another scale grid pass block_shape=(rows, k); the block is never guessed from shapes.",
+        )
+    return found
 
 
 def _explicit(op: str, block_shape: Any) -> Format:
@@ -313,17 +316,17 @@ def _match_fp4(op: str, n: int, k: int, s: Array, format: Any) -> Format:
                 op, "format", expected="an FP4 format", got=fmt.name, fix="Use fp8_dot for FP8 weights."
             )
         return fmt
-    for fmt in (MXFP4, NVFP4):
-        if np.dtype(s.dtype) in fmt.scale.accepts and tuple(s.shape) == fmt.grid(n, k):
-            return fmt
-    errors.bad_value(
-        op,
-        "s",
-        expected=f"for w of logical shape ({n}, {k}) E8M0 scales {MXFP4.grid(n, k)} (MXFP4) or float8_e4m3fn scales "
-        f"{NVFP4.grid(n, k)} (NVFP4)",
-        got=s,
-        fix="For other scales name the format: format=jaxlowbit.MXFP4.with_block(rows, k).",
-    )
+    matching = [f for f in (MXFP4, NVFP4) if s.dtype in f.scale.accepts and tuple(s.shape) == f.grid(n, k)]
+    if not matching:
+        errors.bad_value(
+            op,
+            "s",
+            expected=f"for w of logical shape ({n}, {k}) E8M0 scales {MXFP4.grid(n, k)} (MXFP4) or float8_e4m3fn "
+            f"scales {NVFP4.grid(n, k)} (NVFP4)",
+            got=s,
+            fix="For other scales name the format: format=jaxlowbit.MXFP4.with_block(rows, k).",
+        )
+    return matching[0]
 
 
 def _global_scale(op: str, fmt: Format, global_scale: Any) -> Array | None:

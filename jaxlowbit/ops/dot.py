@@ -60,8 +60,8 @@ class DotOperands:
     """
 
     lhs: Array
-    rhs: Array | None = None
-    rhs_scale: Array | None = None
+    rhs: Array = None
+    rhs_scale: Array = None
     lhs_scale: Array | None = None
     lhs_global: Array | None = None
     rhs_global: Array | None = None
@@ -81,7 +81,7 @@ def _batchable(spec: DotSpec) -> Callable[[DotOperands], Array]:
     def call(operands: DotOperands) -> Array:
         return _dispatched(spec, operands)
 
-    @call.def_vmap  # type: ignore[untyped-decorator]
+    @call.def_vmap
     def rule(size: int, batched: list[DotOperands], operands: DotOperands) -> tuple[Array, bool]:
         (mask,) = batched
         rhs_batched = any(_leaf(mask, name) for name in ("rhs", "rhs_scale", "rhs_global", "bias"))
@@ -91,7 +91,7 @@ def _batchable(spec: DotSpec) -> Callable[[DotOperands], Array]:
             out = _flatten_into_batch(spec, size, mask, operands)
         return out, True
 
-    return call  # type: ignore[no-any-return]
+    return call
 
 
 def _leaf(mask: DotOperands, name: str) -> bool:
@@ -150,6 +150,7 @@ def _flatten_into_batch(spec: DotSpec, size: int, mask: DotOperands, ops: DotOpe
 
 
 def problem_of(spec: DotSpec, operands: DotOperands) -> DotProblem:
+    """The static facts of a product, extents included."""
     return DotProblem(
         batch=operands.lhs.shape[0],
         m=operands.lhs.shape[1],
@@ -204,7 +205,7 @@ def _raw_scale(scale: Array) -> Array:
 
 
 def dot_xla(problem: DotProblem, operands: DotOperands) -> Array:
-    """The readable reference, for every platform: decode, scale and contract in float32, a tile of weights at a time."""
+    """The readable reference, for every platform: decode, scale and contract in float32, weights tile by tile."""
     batch, m = problem.batch, problem.m
     out_cols = problem.k if problem.transposed else problem.n
     if 0 in (batch, m, out_cols):

@@ -54,4 +54,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    print(table())
+    print(table())  # noqa: T201

@@ -33,7 +33,8 @@ def test_weight_only_against_float64(name: str, dtype: Any, implementation: str)
     q = layers.weight(layers.FORMATS[name], N, K)
     x, bias = layers.activations((3, 2, K), dtype), layers.activations((N,), dtype, seed=2)
     y = layers.call(x, q, bias=bias, act=None, implementation=implementation)
-    assert y.dtype == dtype and y.shape == (3, 2, N)
+    assert y.dtype == dtype
+    assert y.shape == (3, 2, N)
     value, bound = plain_bound(x, q, bias, dtype)
     tolerance.check(y, value, bound)
 
@@ -134,7 +135,8 @@ def test_gradient_is_that_of_the_dequantized_layer(name: str, dtype: Any, act: A
         return jnp.sum((y * g).astype(jnp.float32))
 
     dx, dbias = jax.jit(jax.grad(loss, (0, 1)))(x, bias)
-    assert dx.dtype == dtype and dbias.dtype == jnp.float32
+    assert dx.dtype == dtype
+    assert dbias.dtype == jnp.float32
     product = reference.dot_transposed(g, q)
     tolerance.check(dx, product.value, tolerance.dot_bound(product, dtype, bf16_operand=True), what="dx")
     want = np.asarray(g, np.float64).sum((0, 1))
@@ -167,7 +169,8 @@ def test_frozen_leaves(name: str, implementation: str) -> None:
     x = layers.activations((4, 64))
     loss = lambda x, q: layers.call(x, q, act=None, implementation=implementation).sum()  # noqa: E731
     dx, dq = jax.grad(loss, (0, 1), allow_int=True)(x, q)
-    assert np.all(np.isfinite(dx)) and np.any(np.asarray(dx) != 0)
+    assert np.all(np.isfinite(dx))
+    assert np.any(np.asarray(dx) != 0)
     for leaf, primal in zip(jax.tree.leaves(dq), jax.tree.leaves(q), strict=True):
         if jnp.issubdtype(primal.dtype, jnp.integer):
             assert leaf.dtype == jax.dtypes.float0
@@ -284,7 +287,8 @@ def test_nan_rows_stay_apart(implementation: str) -> None:
     x = layers.activations((4, 160)).at[1, 3].set(jnp.nan).at[2, 5].set(jnp.inf)
     for act in (None, "dynamic"):
         y = np.asarray(jlb.fp8_dot(x, q, act=act, implementation=implementation))
-        assert np.isnan(y[1]).all() and not np.isfinite(y[2]).any()
+        assert np.isnan(y[1]).all()
+        assert not np.isfinite(y[2]).any()
         clean = jlb.fp8_dot(x[jnp.array([0, 3])], q, act=act, implementation=implementation)
         np.testing.assert_allclose(y[[0, 3]], clean, rtol=1e-5, atol=1e-4)
 

@@ -23,11 +23,15 @@ def products(explanation: Any) -> list[Any]:
 
 def test_explain_names_implementation_kernel_and_reason() -> None:
     (native,) = products(jlb.explain(jlb.fp8_dot, X, Q))
-    assert native.implementation == "native" and native.platform == "cpu" and native.op == "fp8_dot"
+    assert native.implementation == "native"
+    assert native.platform == "cpu"
+    assert native.op == "fp8_dot"
     assert any(tier.name.lower() in native.kernel for tier in _ffi.available_tiers()), native.kernel
     (xla,) = products(jlb.explain(jlb.fp8_dot, X, Q, implementation="xla"))
-    assert xla.implementation == "xla" and "asked for" in xla.reason
-    assert "m=3 n=24 k=64" in str(xla) and "FP8_128X128" in str(xla)
+    assert xla.implementation == "xla"
+    assert "asked for" in xla.reason
+    assert "m=3 n=24 k=64" in str(xla)
+    assert "FP8_128X128" in str(xla)
 
 
 def test_explain_sees_through_jit_caches_and_gradients() -> None:

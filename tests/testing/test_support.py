@@ -19,4 +19,5 @@ def test_readme_example_runs() -> None:
     code = readme.split("```python\n")[1].split("```")[0]
     names: dict[str, object] = {}
     exec(code, names)
-    assert names["y"].shape == (8, 1024) and names["dx"].shape == (8, 512)  # type: ignore[attr-defined]
+    assert names["y"].shape == (8, 1024)
+    assert names["dx"].shape == (8, 512)
