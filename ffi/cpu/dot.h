@@ -74,11 +74,13 @@ struct DotProblem {
   // Scale blocks along the contraction and along the columns.
   int64_t block_c() const { return transposed ? rhs.block_rows : rhs.block_cols; }
   int64_t block_o() const { return transposed ? rhs.block_cols : rhs.block_rows; }
+  // The block of contraction index c. Blocks of one are common (transposed NVFP4 and MX), and a division is slow.
+  int64_t BlockOfC(int64_t c) const { return block_c() == 1 ? c : c / block_c(); }
 };
 
 // The end, at most `limit`, of the run of contraction indices from `c` over which no column's scale changes.
 inline int64_t RhsSegmentEnd(const DotProblem& p, int64_t c, int64_t limit) {
-  int64_t end = std::min(limit, (c / p.block_c() + 1) * p.block_c());
+  int64_t end = std::min(limit, (p.BlockOfC(c) + 1) * p.block_c());
   if (p.transposed && p.rhs.global_count > 1) {
     // Fused weights have one global scale per group of rows, so runs are long.
     const uint32_t first = BitsFromFloat(p.rhs.global[c]);
@@ -89,20 +91,51 @@ inline int64_t RhsSegmentEnd(const DotProblem& p, int64_t c, int64_t limit) {
   return end;
 }
 
-// out[i] = scale * global of column o + i at contraction index c, for i < count; zeros up to `padded`.
-inline void RhsScales(const DotProblem& p, int64_t c, int64_t o, int64_t count, int64_t padded, float* out) {
-  const int64_t block_c = c / p.block_c();
-  int64_t block = o / p.block_o();
-  int64_t end = (block + 1) * p.block_o() - o;
-  for (int64_t i = 0; i < count; ++block, end += p.block_o()) {
-    const float scale = p.transposed ? p.rhs.Scale(block_c, block) : p.rhs.Scale(block, block_c);
-    for (const int64_t stop = std::min(count, end); i < stop; ++i) out[i] = scale;
+// Scales of the columns o to o + count, for one contraction index after another.
+class ColumnScales {
+ public:
+  ColumnScales(const DotProblem& p, int64_t o, int64_t count)
+      : p_(p), o_(o), count_(count), block_(o / p.block_o()), first_end_((block_ + 1) * p.block_o() - o) {}
+
+  // out[i] = scale * global of column o + i at contraction index c; zeros from count up to `padded`.
+  void At(int64_t c, int64_t padded, float* out) const {
+    const int64_t block_c = p_.BlockOfC(c);
+    const int64_t stride = p_.transposed ? 1 : p_.rhs.grid_cols;
+    const int64_t at = p_.transposed ? block_c * p_.rhs.grid_cols + block_ : block_ * stride + block_c;
+    const uint8_t* bytes = p_.rhs.scale;
+    switch (p_.rhs.scale_kind) {
+      case ScaleKind::kF32:
+        Spread([&](int64_t i) { return reinterpret_cast<const float*>(bytes)[at + i * stride]; }, out);
+        break;
+      case ScaleKind::kE8m0: Spread([&](int64_t i) { return E8m0Value(bytes[at + i * stride]); }, out); break;
+      case ScaleKind::kE4m3: Spread([&](int64_t i) { return kE4m3.value[bytes[at + i * stride]]; }, out); break;
+      default: Spread([](int64_t) { return 1.0f; }, out);
+    }
+    if (p_.rhs.global_count != 0) {
+      for (int64_t i = 0; i < count_; ++i) out[i] *= p_.rhs.Global(p_.transposed ? c : o_ + i);
+    }
+    for (int64_t i = count_; i < padded; ++i) out[i] = 0.0f;
   }
-  if (p.rhs.global_count != 0) {
-    for (int64_t i = 0; i < count; ++i) out[i] *= p.rhs.Global(p.transposed ? c : o + i);
+
+ private:
+  // value(i) is the scale of the i-th block of columns.
+  template <typename Value>
+  void Spread(Value value, float* out) const {
+    if (p_.block_o() == 1) {
+      for (int64_t i = 0; i < count_; ++i) out[i] = value(i);
+      return;
+    }
+    int64_t end = first_end_;
+    for (int64_t i = 0, block = 0; i < count_; ++block, end += p_.block_o()) {
+      const float scale = value(block);
+      for (const int64_t stop = std::min(count_, end); i < stop; ++i) out[i] = scale;
+    }
   }
-  for (int64_t i = count; i < padded; ++i) out[i] = 0.0f;
-}
+
+  const DotProblem& p_;
+  const int64_t o_, count_;
+  const int64_t block_, first_end_;  // of the first column: its block, and the offset where that ends
+};
 
 // Kernels fill every element of every problem's output. The problems of a call differ in their pointers only.
 // Each kernel runs only where the processor has its instructions; those with a "Serves" take what it accepts, the

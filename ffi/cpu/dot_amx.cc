@@ -1,8 +1,8 @@
 // The AMX tier: tile products of bf16, with AVX-512 (VBMI, BF16) to fill the tiles.
 //
-// A task owns a rectangle of the output. Per kAmxDepth of the contraction it decodes the codes of its columns once
-// into tiles in the second-level cache; then, strip by strip of 32 lhs rows, which stay in the first-level cache,
-// it forms 32 x 32 sums in four tiles and adds them, times their promoted scales, to f32 accumulators.
+// First the lhs goes into tiles, once. Then a task owns a rectangle of the output: per kAmxDepth of the contraction
+// it decodes the codes of its columns once into tiles in the second-level cache, forms 32 x 32 sums in four tiles and
+// adds them, times their promoted scales, to f32 accumulators.
 #include "ffi/cpu/isa.h"
 
 #if defined(JAXLOWBIT_HAS_AMX)
@@ -33,10 +33,12 @@ namespace {
 
 constexpr int64_t kStripRows = 2 * kTileRows, kBlockColumns = 2 * kTileColumns;
 constexpr int64_t kBlockFloats = kStripRows * kBlockColumns;
-constexpr int64_t kMostColumns = 256;  // a task's panels: 256 KiB
-constexpr int64_t kMostRows = 512;     // a task's accumulators: 512 KiB
+constexpr int64_t kMostColumns = 256;      // a task's panels: 256 KiB
+constexpr int64_t kMostRows = 512;         // a task's accumulators: 512 KiB
+constexpr int64_t kHalfDepth = 256;        // 32 rows of it, 16 KiB, stay in the first-level cache between blocks
+constexpr int64_t kMostLhsBytes = 64 << 20;  // of lhs tiles at a time
 // Below, reading codes straight into AVX-512 multiply-adds is faster than filling tiles.
-constexpr int64_t kFewestRows = 5;
+constexpr int64_t kFewestRows = 6;
 
 // sums (32 x 32, or 16 x 32 for one row tile) = lhs tiles * rhs tiles over `steps` tiles of the contraction.
 template <int kRowTiles>
@@ -90,33 +92,76 @@ inline void Promote(int64_t rows, const float* sums, const float* column_scales,
   }
 }
 
-// A run of contraction indices of the panel that share their promoted scales.
+// Contraction indices of a panel that share their promoted scales; they lie in one half of the panel.
 struct Segment {
   int64_t tile, tiles;  // within the panel
   int64_t c;            // contraction index of its start
 };
 
+int64_t Segments(const DotProblem& p, int64_t c0, int64_t depth, Segment* out) {
+  int64_t count = 0;
+  for (int64_t c = c0; c < c0 + depth; ++count) {
+    const int64_t half_end = c0 + ((c - c0) / kHalfDepth + 1) * kHalfDepth;
+    const int64_t end = PromotionEnd(p, c, std::min(half_end, c0 + depth));
+    out[count] = {(c - c0) / kTileDepth, CeilDiv(end - c, kTileDepth), c};
+    c = end;
+  }
+  return count;
+}
+
+// One round of work: rows m0 to m0 + m of some problems.
+struct AmxRound {
+  const DotProblem* problems;
+  int64_t m0, m;
+  int64_t panels, strips;  // of a problem: along the contraction, along the rows
+  uint8_t* lhs;            // [problem][panel][strip][2] panels of 16 rows
+  float* row_scales;       // [problem][panel][strip][segment][32], promoted
+  DotPlan plan;
+
+  int64_t Index(int64_t problem, int64_t panel, int64_t strip) const {
+    return (problem * panels + panel) * strips + strip;
+  }
+  uint8_t* Lhs(int64_t index) const { return lhs + 2 * index * kPanelBytes; }
+  float* RowScales(int64_t index) const { return row_scales + index * kTilesDeep * kStripRows; }
+};
+
+void PackLhsTask(void* context, int64_t task) {
+  const AmxRound& round = *static_cast<const AmxRound*>(context);
+  const int64_t strip = task % round.strips, panel = task / round.strips % round.panels;
+  const DotProblem& p = round.problems[task / round.strips / round.panels];
+  const int64_t c0 = panel * kAmxDepth, depth = std::min(kAmxDepth, p.contraction() - c0);
+  const int64_t m = round.m0 + strip * kStripRows, rows = std::min(kStripRows, round.m0 + round.m - m);
+  PackLhs(p, m, rows, CeilDiv(rows, kTileRows), c0, depth, round.Lhs(task));
+  if (p.lhs.element == Element::kPlain) return;
+  Segment segments[kTilesDeep];
+  const int64_t count = Segments(p, c0, depth, segments);
+  float* scales = round.RowScales(task);
+  for (int64_t s = 0; s < count; ++s) {
+    for (int64_t r = 0; r < rows; ++r) scales[s * kStripRows + r] = PromotedLhsScale(p, m + r, segments[s].c);
+  }
+}
+
 void AmxTask(void* context, int64_t task) {
-  const DotRectangle rectangle = static_cast<const DotPlan*>(context)->Rectangle(task);
-  const DotProblem& p = *rectangle.problem;
-  const int64_t m0 = rectangle.m0, rows = rectangle.rows, o0 = rectangle.o0, columns = rectangle.columns;
+  const AmxRound& round = *static_cast<const AmxRound*>(context);
+  const DotRectangle rectangle = round.plan.Rectangle(task);
+  const DotProblem& p = round.plan.problem(rectangle);
+  const int64_t rows = rectangle.rows, o0 = rectangle.o0, columns = rectangle.columns;
   const int64_t column_tiles = 2 * CeilDiv(columns, kBlockColumns), blocks = column_tiles / 2;
-  const int64_t strips = CeilDiv(rows, kStripRows);
-  const bool lhs_scaled = p.lhs.element != Element::kPlain;
+  const int64_t first_strip = (rectangle.m0 - round.m0) / kStripRows, strips = CeilDiv(rows, kStripRows);
+  const DotProblem promoted = WithPromotedScales(p);
+  const ColumnScales column_scales(promoted, o0, columns);
 
   float* const scales = static_cast<float*>(TaskScratch().Reserve(
-      sizeof(float) * (kTilesDeep * kMostColumns + kStripRows + kBlockFloats + strips * blocks * kBlockFloats +
-                       kMostColumns) + kPanelBytes * (2 + column_tiles)));
-  float* const row_scales = scales + kTilesDeep * kMostColumns;  // scales: [segment][column]
-  float* const sums = row_scales + kStripRows;
+      sizeof(float) * ((kTilesDeep + 1) * kMostColumns + kBlockFloats + strips * blocks * kBlockFloats) +
+      kPanelBytes * column_tiles));
+  float* const sums = scales + kTilesDeep * kMostColumns;  // scales: [segment][column]
   float* const line = sums + kBlockFloats;
   float* const acc = line + kMostColumns;  // [strip][block][32][32]
-  uint8_t* const lhs = reinterpret_cast<uint8_t*>(acc + strips * blocks * kBlockFloats);
-  uint8_t* const rhs = lhs + 2 * kPanelBytes;
+  uint8_t* const rhs = reinterpret_cast<uint8_t*>(acc + strips * blocks * kBlockFloats);
 
   TileLoadConfig(TileConfig());
-  for (int64_t c0 = 0; c0 < p.contraction(); c0 += kAmxDepth) {
-    const int64_t depth = std::min(kAmxDepth, p.contraction() - c0);
+  for (int64_t panel = 0; panel < round.panels; ++panel) {
+    const int64_t c0 = panel * kAmxDepth, depth = std::min(kAmxDepth, p.contraction() - c0);
     for (int64_t tile = 0; tile < column_tiles; ++tile) {
       const int64_t o = tile * kTileColumns, count = std::clamp<int64_t>(columns - o, 0, kTileColumns);
       if (count == 0) {
@@ -128,30 +173,30 @@ void AmxTask(void* context, int64_t task) {
       }
     }
     Segment segments[kTilesDeep];
-    int64_t segment_count = 0;
-    for (int64_t c = c0; c < c0 + depth; ++segment_count) {
-      const int64_t end = PromotionEnd(p, c, c0 + depth);
-      segments[segment_count] = {(c - c0) / kTileDepth, CeilDiv(end - c, kTileDepth), c};
-      PromotedScales(p, c, o0, columns, column_tiles * kTileColumns, scales + segment_count * kMostColumns);
-      c = end;
+    const int64_t segment_count = Segments(p, c0, depth, segments);
+    for (int64_t s = 0; s < segment_count; ++s) {
+      column_scales.At(segments[s].c, column_tiles * kTileColumns, scales + s * kMostColumns);
     }
     for (int64_t strip = 0; strip < strips; ++strip) {
-      const int64_t i = strip * kStripRows, strip_rows = std::min(kStripRows, rows - i);
-      const int64_t row_tiles = CeilDiv(strip_rows, kTileRows);
-      PackLhs(p, m0 + i, strip_rows, row_tiles, c0, depth, lhs);
-      for (int64_t s = 0; s < segment_count; ++s) {
-        const Segment& segment = segments[s];
-        for (int64_t r = 0; lhs_scaled && r < strip_rows; ++r) row_scales[r] = PromotedLhsScale(p, m0 + i + r, segment.c);
+      const int64_t strip_rows = std::min(kStripRows, rows - strip * kStripRows);
+      const int64_t index = round.Index(rectangle.problem, panel, first_strip + strip);
+      const float* row_scales = p.lhs.element == Element::kPlain ? nullptr : round.RowScales(index);
+      for (int64_t first = 0, last = 0; first < segment_count; first = last) {
+        const int64_t half = segments[first].tile * kTileDepth / kHalfDepth;
+        while (last < segment_count && segments[last].tile * kTileDepth / kHalfDepth == half) ++last;
         for (int64_t block = 0; block < blocks; ++block) {
-          const uint8_t* left = lhs + segment.tile * kTileBytes;
-          const uint8_t* right = rhs + 2 * block * kPanelBytes + segment.tile * kTileBytes;
-          if (row_tiles == 2) {
-            TileBlock<2>(segment.tiles, left, right, sums);
-          } else {
-            TileBlock<1>(segment.tiles, left, right, sums);
+          for (int64_t s = first; s < last; ++s) {
+            const uint8_t* left = round.Lhs(index) + segments[s].tile * kTileBytes;
+            const uint8_t* right = rhs + 2 * block * kPanelBytes + segments[s].tile * kTileBytes;
+            if (strip_rows > kTileRows) {
+              TileBlock<2>(segments[s].tiles, left, right, sums);
+            } else {
+              TileBlock<1>(segments[s].tiles, left, right, sums);
+            }
+            Promote(strip_rows, sums, scales + s * kMostColumns + block * kBlockColumns,
+                    row_scales == nullptr ? nullptr : row_scales + s * kStripRows, panel == 0 && s == 0,
+                    acc + (strip * blocks + block) * kBlockFloats);
           }
-          Promote(strip_rows, sums, scales + s * kMostColumns + block * kBlockColumns,
-                  lhs_scaled ? row_scales : nullptr, c0 == 0 && s == 0, acc + (strip * blocks + block) * kBlockFloats);
         }
       }
     }
@@ -163,7 +208,7 @@ void AmxTask(void* context, int64_t task) {
     for (int64_t block = 0; block < blocks; ++block) {
       std::memcpy(line + block * kBlockColumns, row + block * kBlockFloats, kBlockColumns * sizeof(float));
     }
-    StoreRow<Avx512>(p, m0 + r, o0, columns, line);
+    StoreRow<Avx512>(p, rectangle.m0 + r, o0, columns, line);
   }
 }
 
@@ -175,8 +220,26 @@ bool DotAmxServes(const DotProblem& p) {
 }
 
 void DotAmx(const DotProblem* problems, int64_t count, Executor& executor) {
-  DotPlan plan(problems, count, executor.threads(), kStripRows, kMostRows, kBlockColumns, kMostColumns);
-  executor.Run(plan.tasks(), AmxTask, &plan);
+  const int64_t panels = CeilDiv(problems->contraction(), kAmxDepth);
+  // As many rows, and then problems, in a round as the limit on lhs tiles allows.
+  const int64_t strip_bytes = panels * (2 * kPanelBytes + kTilesDeep * kStripRows * sizeof(float));
+  const int64_t most_strips = std::max<int64_t>(1, kMostLhsBytes / strip_bytes);
+  const int64_t strips = std::min(CeilDiv(problems->m(), kStripRows), most_strips);
+  const int64_t group = std::min(count, most_strips / strips);
+  CallScratch memory;
+  uint8_t* lhs = static_cast<uint8_t*>(memory.Reserve(group * strips * strip_bytes));
+  float* row_scales = reinterpret_cast<float*>(lhs + group * strips * panels * 2 * kPanelBytes);
+  for (int64_t b = 0; b < count; b += group) {
+    const int64_t in_round = std::min(group, count - b);
+    for (int64_t m0 = 0; m0 < problems->m(); m0 += strips * kStripRows) {
+      const int64_t m = std::min(strips * kStripRows, problems->m() - m0);
+      AmxRound round{problems + b, m0, m, panels, CeilDiv(m, kStripRows), lhs, row_scales,
+                     DotPlan(problems + b, in_round, m0, m, executor.threads(), kStripRows, kMostRows, kBlockColumns,
+                             kMostColumns)};
+      executor.Run(in_round * round.panels * round.strips, PackLhsTask, &round);
+      executor.Run(round.plan.tasks(), AmxTask, &round);
+    }
+  }
 }
 
 }  // namespace jaxlowbit

@@ -76,7 +76,7 @@ inline __m512i FoldLhsScale(const Operand& lhs, int64_t row, int64_t c, int64_t 
   return ScalePairs(values, _mm512_load_ps(first), _mm512_load_ps(second));
 }
 
-// Rows m0 to m0 + rows and contraction c0 to c0 + depth into row_tiles panels; zeros elsewhere.
+// Rows m0 to m0 + rows, at least one, and contraction c0 to c0 + depth into row_tiles panels; zeros elsewhere.
 inline void PackLhs(const DotProblem& p, int64_t m0, int64_t rows, int64_t row_tiles, int64_t c0, int64_t depth,
                     uint8_t* out) {
   const Operand& lhs = p.lhs;
@@ -109,7 +109,7 @@ inline void PackLhs(const DotProblem& p, int64_t m0, int64_t rows, int64_t row_t
 class FoldLines {
  public:
   FoldLines(const DotProblem& p, int64_t c0, int64_t depth, int64_t o0, int64_t count)
-      : p_(p), c0_(c0), depth_(depth), o0_(o0), count_(count) {}
+      : p_(WithFoldedScales(p)), scales_(p_, o0, count), c0_(c0), depth_(depth) {}
 
   __m512 Of(int64_t d) {
     if (d >= depth_) return _mm512_setzero_ps();
@@ -117,15 +117,16 @@ class FoldLines {
       begin_ = d;
       end_ = RhsSegmentEnd(p_, c0_ + d, c0_ + depth_) - c0_;
       alignas(64) float line[kTileColumns];
-      FoldedScales(p_, c0_ + d, o0_, count_, kTileColumns, line);
+      scales_.At(c0_ + d, kTileColumns, line);
       line_ = _mm512_load_ps(line);
     }
     return line_;
   }
 
  private:
-  const DotProblem& p_;
-  const int64_t c0_, depth_, o0_, count_;
+  const DotProblem p_;
+  const ColumnScales scales_;
+  const int64_t c0_, depth_;
   int64_t begin_ = 0, end_ = 0;
   __m512 line_ = _mm512_setzero_ps();
 };
@@ -185,6 +186,8 @@ inline void PackRhsForward(const DotProblem& p, int64_t c0, int64_t depth, int64
     __m512i r[16];
 #pragma GCC unroll 16
     for (int64_t i = 0; i < 16; ++i) {
+      // The rows of the next tile: too short a run of each for the processor to foresee.
+      _mm_prefetch(reinterpret_cast<const char*>(p.rhs.Row(o0 + i + 16) + first_byte + b), _MM_HINT_T0);
       r[i] = i < count ? _mm512_maskz_loadu_epi8(there, p.rhs.Row(o0 + i) + first_byte + b) : _mm512_setzero_si512();
     }
     TransposeLanes(r);

@@ -37,22 +37,20 @@ inline bool AmxServesScales(const DotProblem& p) {
   return rhs && lhs;
 }
 
-// The part of column o + i's scale at contraction index c that is folded; zeros up to `padded`.
-inline void FoldedScales(const DotProblem& p, int64_t c, int64_t o, int64_t count, int64_t padded, float* out) {
-  DotProblem part = p;
-  if (!RhsGlobalAlongContraction(p)) part.rhs.global_count = 0;
-  RhsScales(part, c, o, count, padded, out);
+// The problem with only the folded part of rhs's scales, and with only the promoted part.
+inline DotProblem WithFoldedScales(DotProblem p) {
+  if (!RhsGlobalAlongContraction(p)) p.rhs.global_count = 0;
+  return p;
 }
 
-// The part of column o + i's scale at contraction index c that is promoted; zeros up to `padded`.
-inline void PromotedScales(const DotProblem& p, int64_t c, int64_t o, int64_t count, int64_t padded, float* out) {
-  DotProblem part = p;
-  if (FoldsRhs(p)) part.rhs.scale_kind = ScaleKind::kNone;
-  if (RhsGlobalAlongContraction(p)) part.rhs.global_count = 0;
-  RhsScales(part, c, o, count, padded, out);
+inline DotProblem WithPromotedScales(DotProblem p) {
+  const bool folds_global = RhsGlobalAlongContraction(p);
+  if (FoldsRhs(p)) p.rhs.scale_kind = ScaleKind::kNone;
+  if (folds_global) p.rhs.global_count = 0;
+  return p;
 }
 
-// The same for row m of lhs.
+// The promoted part of row m's scale.
 inline float PromotedLhsScale(const DotProblem& p, int64_t m, int64_t c) {
   const float global = p.lhs.Global(m);
   if (p.lhs.element == Element::kPlain || FoldsLhs(p)) return global;

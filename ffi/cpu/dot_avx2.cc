@@ -20,11 +20,12 @@
 namespace jaxlowbit {
 namespace {
 
-// Sign-extended E4M3 codes to f16 numbers of 2**-8 times their value. An E4M3 code is an f16 whose exponent lacks
-// the top bit, seven places up; f16 conversion, unlike f32 arithmetic, never flushes subnormals. Only the NaN code
-// carries into the exponent's top bit when 0x80 is added: that bit makes it an f16 NaN.
+// The E4M3 codes in the high bytes of 16-bit lanes to f16 numbers of 2**-8 times their value, whatever the low bytes
+// hold. An E4M3 code is an f16 whose exponent lacks the top bit, seven places up; f16 conversion, unlike f32
+// arithmetic, never flushes subnormals. Only the NaN code carries into the exponent's top bit when 0x80 is added:
+// that bit makes it an f16 NaN.
 inline __m256i HalvesFromE4m3(__m256i codes) {
-  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(codes, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+  const __m256i half = _mm256_and_si256(_mm256_srai_epi16(codes, 1), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
   const __m256i carry = _mm256_add_epi16(half, _mm256_set1_epi16(0x80));
   return _mm256_or_si256(half, _mm256_and_si256(carry, _mm256_set1_epi16(0x4000)));
 }
@@ -38,10 +39,12 @@ struct Avx2 {
   static constexpr int kPanel = 16;
   static constexpr int kRows = 6;  // 12 accumulators, 2 columns, 1 row value
   static constexpr int kGemvRows = 4;
+  static constexpr int kGemvAccumulators = 4;
 
   static V E4m3(const uint8_t* codes) {
-    const __m256i wide = _mm256_castsi128_si256(_mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))));
-    return _mm256_cvtph_ps(_mm256_castsi256_si128(HalvesFromE4m3(wide))) * 256.0f;
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
+    const __m256i high = _mm256_castsi128_si256(_mm_unpacklo_epi8(bytes, bytes));
+    return _mm256_cvtph_ps(_mm256_castsi256_si128(HalvesFromE4m3(high))) * 256.0f;
   }
   static V E2m1(const uint8_t* codes) {
     const __m128i twice = _mm_shuffle_epi8(TwiceE2m1(), _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
@@ -72,13 +75,15 @@ struct Avx2 {
 struct E4m3Chunk {
   static constexpr int kCodes = 32, kBytes = 32, kVectors = 4, kGranule = 32;
   static constexpr float kUnit = 1.0f;
-  static constexpr int Source(int vector, int lane) { return 8 * vector + lane; }
+  // Codes at even places, then those at odd ones: each is the high byte of a 16-bit lane after at most one shift.
+  static constexpr int Source(int vector, int lane) { return 16 * (vector % 2) + 2 * lane + vector / 2; }
   static void Decode(const uint8_t* bytes, Avx2::V* out) {
-    for (int i = 0; i < 2; ++i) {
-      const __m256i half = HalvesFromE4m3(_mm256_cvtepi8_epi16(Load<__m128i_u>(bytes + 16 * i)));
-      out[2 * i] = _mm256_cvtph_ps(_mm256_castsi256_si128(half)) * 256.0f;
-      out[2 * i + 1] = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1)) * 256.0f;
-    }
+    const __m256i codes = Load<__m256i_u>(bytes);
+    const __m256i even = HalvesFromE4m3(_mm256_slli_epi16(codes, 8)), odd = HalvesFromE4m3(codes);
+    out[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(even)) * 256.0f;
+    out[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(even, 1)) * 256.0f;
+    out[2] = _mm256_cvtph_ps(_mm256_castsi256_si128(odd)) * 256.0f;
+    out[3] = _mm256_cvtph_ps(_mm256_extracti128_si256(odd, 1)) * 256.0f;
   }
 };
 

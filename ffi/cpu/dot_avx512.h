@@ -23,6 +23,7 @@ struct Avx512 {
   static constexpr int kPanel = 32;
   static constexpr int kRows = 14;  // 28 accumulators, 2 columns, 1 row value
   static constexpr int kGemvRows = 8;
+  static constexpr int kGemvAccumulators = 16;
 
   static V E4m3(const uint8_t* codes) {
     const __m256i wide = _mm256_cvtepi8_epi16(Load<__m128i_u>(codes));

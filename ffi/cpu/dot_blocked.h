@@ -69,8 +69,9 @@ MicroKernelFunction MicroKernelFor(int64_t rows) {
 
 template <typename T>
 void BlockTask(void* context, int64_t task) {
-  const DotRectangle rectangle = static_cast<const DotPlan*>(context)->Rectangle(task);
-  const DotProblem& p = *rectangle.problem;
+  const DotPlan& plan = *static_cast<const DotPlan*>(context);
+  const DotRectangle rectangle = plan.Rectangle(task);
+  const DotProblem& p = plan.problem(rectangle);
   const int64_t m0 = rectangle.m0, rows = rectangle.rows, o0 = rectangle.o0, columns = rectangle.columns;
   const int64_t stride = RoundUp(columns, T::kPanel);
 
@@ -101,7 +102,7 @@ void BlockTask(void* context, int64_t task) {
 
 template <typename T>
 void DotBlocked(const DotProblem* problems, int64_t count, Executor& executor) {
-  DotPlan plan(problems, count, executor.threads(), T::kRows, kMostRows, T::kPanel, kMostColumns);
+  DotPlan plan(problems, count, 0, problems->m(), executor.threads(), T::kRows, kMostRows, T::kPanel, kMostColumns);
   executor.Run(plan.tasks(), BlockTask<T>, &plan);
 }
 

@@ -82,13 +82,13 @@ void GemvColumns(const GemvPlan& plan, const DotProblem& p, const float* lhs, in
       } else {
         scale = scales[j][scale_index] - V{};
       }
-      if constexpr (C::kUnit != 1.0f) scale = scale * C::kUnit;
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
         const float* row = x + i * plan.lhs_stride;
         V part = Load<V>(row) * values[0];
 #pragma GCC unroll 8
         for (int v = 1; v < C::kVectors; ++v) part += Load<V>(row + v * T::kLanes) * values[v];
+        if constexpr (C::kUnit != 1.0f) part *= C::kUnit;
         acc[i][j] += part * scale;
       }
     }
@@ -132,6 +132,7 @@ void GemvTask(void* context, int64_t task) {
   float* scratch = static_cast<float*>(
       TaskScratch().Reserve(sizeof(float) * (kColumns * scale_stride + kRows * plan.columns)));
   float* acc = scratch + kColumns * scale_stride;
+  std::fill(scratch, acc, 0.0f);  // the last chunk's lanes past the last scale: zeros times anything but NaN
   int64_t held[kColumns];  // which row of blocks each scale buffer holds
   for (int j = 0; j < kColumns; ++j) held[j] = -1;
 
@@ -164,7 +165,8 @@ void GemvTask(void* context, int64_t task) {
 
 template <typename T, typename C, int kRows = T::kGemvRows>
 Executor::Body GemvTaskFor(int64_t rows, bool lane_scales) {
-  constexpr int kColumns = kRows == 1 ? 4 : kRows == 2 ? 2 : 1;
+  // Columns share the loads of lhs values, as far as the registers go.
+  constexpr int kColumns = kRows == 1 ? 4 : T::kGemvAccumulators / kRows < 1 ? 1 : T::kGemvAccumulators / kRows;
   if constexpr (kRows > 1) {
     if (rows < kRows) return GemvTaskFor<T, C, kRows - 1>(rows, lane_scales);
   }
@@ -195,7 +197,7 @@ void DotGemv(const DotProblem* problems, int64_t count, Executor& executor) {
   const DotProblem& first = problems[0];
   const int64_t chunks = CeilDiv(first.contraction(), C::kCodes), stride = chunks * C::kCodes;
   FlushSubnormals flush;
-  Scratch memory;
+  CallScratch memory;
   float* lhs = static_cast<float*>(memory.Reserve(sizeof(float) * stride * (count * first.m() + 1)));
   float* values = lhs + stride * count * first.m();
   for (int64_t b = 0; b < count; ++b) {

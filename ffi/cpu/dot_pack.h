@@ -143,10 +143,11 @@ void PackPanel(const DotProblem& p, int64_t c0, int64_t depth, int64_t o0, int64
   constexpr int kVectors = T::kPanel / T::kLanes;
   alignas(64) uint8_t stage[kDepth * T::kPanel];
   const PanelCodes codes = GatherCodes<T>(p, c0, depth, o0, count, stage);
+  const ColumnScales column_scales(p, o0, count);
   for (int64_t d = 0; d < depth;) {
     const int64_t end = RhsSegmentEnd(p, c0 + d, c0 + depth) - c0;
     alignas(64) float scales[T::kPanel];
-    RhsScales(p, c0 + d, o0, count, T::kPanel, scales);
+    column_scales.At(c0 + d, T::kPanel, scales);
     V scale[kVectors];
     for (int j = 0; j < kVectors; ++j) scale[j] = Load<V>(scales + j * T::kLanes);
     const bool fp4 = p.rhs.element == Element::kE2m1;

@@ -1,13 +1,17 @@
 // A way into the CPU product without XLA, for tests that place every buffer themselves (at the edge of a page) or
 // choose the number of threads. Built by tests/ffi/conftest code together with the library's own sources.
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <thread>
 
 #include "ffi/common/export.h"
 #include "ffi/cpu/dot_choice.h"
+#include "ffi/cpu/scratch.h"
 
 namespace {
+
+constexpr size_t kPoisoned = size_t{1} << 20;
 
 // A pool whose helpers run when `late` is false, or only after the call has returned when it is true.
 class TestPool {
@@ -64,6 +68,10 @@ JAXLOWBIT_EXPORT const char* jaxlowbit_test_dot(const int32_t config[10], const 
   const std::vector<DotProblem> problems = MakeDotProblems(parsed, buffers);
   TestPool pool(sizes[9], sizes[10] != 0);
   PoolExecutor<TestPool> executor(pool);
+  // What earlier calls leave in scratch memory must not matter: leave NaN.
+  CallScratch call_scratch;
+  std::memset(TaskScratch().Reserve(kPoisoned), 0xff, kPoisoned);
+  std::memset(call_scratch.Reserve(kPoisoned), 0xff, kPoisoned);
   const DotKernel kernel = ChooseDotKernel(static_cast<Tier>(parsed.tier), problems[0]);
   kernel.run(problems.data(), buffers.batch, executor);
   return kernel.name;
