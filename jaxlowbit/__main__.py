@@ -40,9 +40,8 @@ def _run(command: str, argv: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "jaxlowbit":
             raise
-        print(
-            f"jaxlowbit {command}: needs the package {error.name!r}: pip install 'jaxlowbit[{command}]'", file=sys.stderr
-        )
+        advice = f"pip install 'jaxlowbit[{command}]'"
+        print(f"jaxlowbit {command}: needs the package {error.name!r}: {advice}", file=sys.stderr)
         return 1
     status: int = module.main(argv)
     return status

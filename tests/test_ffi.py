@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxlowbit import _ffi, _libraries
+from jaxlowbit import _ffi
 
 ROOT = Path(__file__).parent.parent
 
@@ -55,7 +55,8 @@ def test_attributes_keep_their_type_within_one_program() -> None:
 
     def both(x: jax.Array) -> list[jax.Array]:
         first = _ffi.quantize(x, None, None, None, config=_ffi.QuantizeConfig(block_r=2, block_c=4))
-        second = _ffi.quantize(x + 1, None, None, None, config=_ffi.QuantizeConfig(block_r=np.int32(2), block_c=np.int8(4)))
+        other = _ffi.QuantizeConfig(block_r=np.int32(2), block_c=np.int8(4))
+        second = _ffi.quantize(x + 1, None, None, None, config=other)
         return [*first, *second]
 
     text = jax.jit(both).lower(jax.ShapeDtypeStruct((1, 4, 8), jnp.float32)).as_text()
@@ -168,6 +169,7 @@ def test_force_tier_reaches_calls_traced_inside() -> None:
 
 def test_force_tier_refuses_what_the_machine_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ffi, "available_tiers", lambda: (_ffi.Tier.PORTABLE, _ffi.Tier.AVX2))
-    with pytest.raises(ValueError, match="does not run tier 'amx'; it runs: portable, avx2"), _ffi.force_tier(_ffi.Tier.AMX):
+    message = "does not run tier 'amx'; it runs: portable, avx2"
+    with pytest.raises(ValueError, match=message), _ffi.force_tier(_ffi.Tier.AMX):
         pass
     assert _ffi.current_tier() is _ffi.Tier.AUTO

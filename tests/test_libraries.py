@@ -37,7 +37,9 @@ def shared_library(folder: Path, source: str, *flags: str) -> Path:
     return target
 
 
-def stub(folder: Path, *, version: str = __version__, minor: int = 0, count: int = 0, target: str = "return 0;") -> Path:
+def stub(
+    folder: Path, *, version: str = __version__, minor: int = 0, count: int = 0, target: str = "return 0;"
+) -> Path:
     """A library with our functions and no handler."""
     return shared_library(
         folder,
@@ -159,8 +161,8 @@ def too_new(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_library_of_a_newer_ffi_is_refused_and_jax_works(too_new: Path) -> None:
     result = run_with_library(too_new, REFUSED)
     assert result.returncode == 0, result.stderr
-    runtime = _ffi.status().cpu.runtime_ffi_minor
-    assert f"built against XLA FFI 0.99, but jaxlib {importlib.metadata.version('jaxlib')} speaks 0.{runtime}" in result.stdout
+    jaxlib, runtime = importlib.metadata.version("jaxlib"), _ffi.status().cpu.runtime_ffi_minor
+    assert f"built against XLA FFI 0.99, but jaxlib {jaxlib} speaks 0.{runtime}" in result.stdout
 
 
 def test_that_library_would_stop_the_backend(too_new: Path) -> None:
