@@ -97,7 +97,7 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_interleaving_spends_its_time_on_what_can_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {"ours": 1.0, "fast": 2.0, "slow": 7.0, "other": 50.0}
+    seconds = {"ours": 1.0, "fast": 2.0, "near": 2.8, "slow": 7.0, "other": 50.0}
     monkeypatch.setattr(timing, "once", lambda call: call())
 
     def candidate(name: str, kind: str, group: str) -> timing.Candidate:
@@ -109,9 +109,9 @@ def test_interleaving_spends_its_time_on_what_can_win(monkeypatch: pytest.Monkey
         candidate("slow", "peer", "a"),
     ]
     candidates.append(candidate("other", "peer", "b"))
-    timing.interleave(candidates, seconds=0.0, min_rounds=5, max_rounds=9, label="test")
+    timing.interleave(candidates, seconds=0.0, min_rounds=7, max_rounds=9, label="test")
     rounds = {c.name: len(c.seconds) for c in candidates}
-    assert rounds == {"ours": 5, "fast": 5, "slow": 2, "other": 5}
+    assert rounds == {"ours": 7, "fast": 7, "near": 5, "slow": 2, "other": 7}
     assert candidates[1].median == candidates[1].fastest == 2.0
 
 

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
                 if index % 8 == 0:
                     timing.progress(f"{label}: checking against the reference, {index} of {len(checks)}")
                 check(name)
-            timing.interleave(candidates, seconds=seconds, min_rounds=3, max_rounds=200, label=label)
+            timing.interleave(candidates, seconds=seconds, min_rounds=7, max_rounds=200, label=label)
             results += _records(problem, weight.name, candidates)
     return results, _table(results)
 

@@ -14,9 +14,9 @@ import jax
 
 Call = Callable[[], Any]
 
-# A peer this many times slower than the fastest one of its group has lost after two rounds; its time goes to
-# the rest.
-HOPELESS = 3.0
+# After so many rounds, peers whose best time is more than so many times that of their group's best have lost: the time
+# they would take goes to the others. The first rounds are noisy, so only clear losers leave then.
+CUTS = {2: 2.0, 5: 1.3}
 
 
 @dataclasses.dataclass
@@ -69,7 +69,7 @@ def interleave(
     compiles, is not counted.
 
     Args:
-      candidates: what to time. Peers that ``HOPELESS`` rules out stop after two rounds.
+      candidates: what to time. Peers that ``CUTS`` rules out stop early.
       seconds: time to spend, about; the round that crosses it is the last.
       min_rounds, max_rounds: limits that go before ``seconds``.
       label: what progress lines begin with.
@@ -85,15 +85,15 @@ def interleave(
         order.shuffle(running)
         for candidate in running:
             candidate.seconds.append(once(candidate.call))
-        if done == 1:
-            running = _with_a_chance(running)
-        if done in (0, min_rounds - 1):
+        if done + 1 in CUTS:
+            running = _with_a_chance(running, CUTS[done + 1])
+        if done + 1 in (1, *CUTS):
             progress(f"{label}: round {done + 1}, {len(running)} candidates, {time.perf_counter() - start:.1f} s")
 
 
-def _with_a_chance(candidates: list[Candidate]) -> list[Candidate]:
+def _with_a_chance(candidates: list[Candidate], factor: float) -> list[Candidate]:
     best: dict[str, float] = {}
     for candidate in candidates:
         if candidate.kind == "peer":
             best[candidate.group] = min(best.get(candidate.group, float("inf")), candidate.fastest)
-    return [c for c in candidates if c.kind != "peer" or c.fastest <= HOPELESS * best[c.group]]
+    return [c for c in candidates if c.kind != "peer" or c.fastest <= factor * best[c.group]]
