@@ -33,7 +33,6 @@ namespace {
 
 constexpr int64_t kStripRows = 2 * kTileRows, kBlockColumns = 2 * kTileColumns;
 constexpr int64_t kBlockFloats = kStripRows * kBlockColumns;
-constexpr int64_t kMostColumns = 256;      // a task's panels: 256 KiB
 constexpr int64_t kMostRows = 512;         // a task's accumulators: 512 KiB
 constexpr int64_t kHalfDepth = 256;        // 32 rows of it, 16 KiB, stay in the first-level cache between blocks
 constexpr int64_t kMostLhsBytes = 64 << 20;  // of lhs tiles at a time
@@ -162,15 +161,17 @@ void AmxTask(void* context, int64_t task) {
   TileLoadConfig(TileConfig());
   for (int64_t panel = 0; panel < round.panels; ++panel) {
     const int64_t c0 = panel * kAmxDepth, depth = std::min(kAmxDepth, p.contraction() - c0);
-    for (int64_t tile = 0; tile < column_tiles; ++tile) {
-      const int64_t o = tile * kTileColumns, count = std::clamp<int64_t>(columns - o, 0, kTileColumns);
-      if (count == 0) {
-        std::memset(rhs + tile * kPanelBytes, 0, kPanelBytes);
-      } else if (p.transposed) {
-        PackRhsTransposed(p, c0, depth, o0 + o, count, rhs + tile * kPanelBytes);
-      } else {
-        PackRhsForward(p, c0, depth, o0 + o, count, rhs + tile * kPanelBytes);
-      }
+    for (int64_t o = 0; o < columns && p.transposed; o += kTransposedColumns) {
+      const int64_t count = std::min(columns - o, kTransposedColumns);
+      PackRhsTransposed(p, c0, depth, o0 + o, count, rhs + o / kTileColumns * kPanelBytes);
+    }
+    for (int64_t o = 0; o < columns && !p.transposed; o += kTileColumns) {
+      const int64_t count = std::min(columns - o, kTileColumns);
+      PackRhsForward(p, c0, depth, o0 + o, count, rhs + o / kTileColumns * kPanelBytes);
+    }
+    // Blocks take two column tiles.
+    if (CeilDiv(columns, kTileColumns) < column_tiles) {
+      std::memset(rhs + (column_tiles - 1) * kPanelBytes, 0, kPanelBytes);
     }
     Segment segments[kTilesDeep];
     const int64_t segment_count = Segments(p, c0, depth, segments);

@@ -17,6 +17,7 @@ constexpr int64_t kAmxDepth = 512;                           // contraction of o
 constexpr int64_t kTilesDeep = kAmxDepth / kTileDepth;       // tiles of one panel, for 16 rows or columns
 constexpr int64_t kPanelBytes = kTilesDeep * kTileBytes;     // 16 KiB
 constexpr int64_t kTileColumns = 16;
+constexpr int64_t kMostColumns = 256;                        // of a task; its panels take 256 KiB
 
 // The first `count` bytes set; all of them from 64 on, none below 1.
 inline __mmask64 FirstBytes(int64_t count) {
@@ -104,8 +105,8 @@ inline void PackLhs(const DotProblem& p, int64_t m0, int64_t rows, int64_t row_t
 // ----------------------------------------------------------------------------------------------------------------
 // rhs
 
-// Folded scales by contraction index: line Of(d) has the scales of the panel's 16 columns (forward form) or of all
-// its columns (transposed form) at contraction index c0 + d, zeros for columns and indices that are not there.
+// Folded scales of 16 columns by contraction index: Of(d) is the line at c0 + d, zeros for columns and indices that
+// are not there.
 class FoldLines {
  public:
   FoldLines(const DotProblem& p, int64_t c0, int64_t depth, int64_t o0, int64_t count)
@@ -210,41 +211,61 @@ inline void PackRhsForward(const DotProblem& p, int64_t c0, int64_t depth, int64
   }
 }
 
-// Transposed form: 16 columns at two contraction indices become one line of pairs.
-inline void PackRhsTransposed(const DotProblem& p, int64_t c0, int64_t depth, int64_t o0, int64_t count,
+// Transposed form: columns o0 to o0 + columns, at most kTransposedColumns; two contraction indices become a line of
+// pairs in every column tile. Row by row of rhs, of which the columns take about a cache line.
+constexpr int64_t kTransposedColumns = 64;
+
+inline void PackRhsTransposed(const DotProblem& p, int64_t c0, int64_t depth, int64_t o0, int64_t columns,
                               uint8_t* out) {
   const bool fp4 = p.rhs.element == Element::kE2m1, fold = FoldsRhs(p);
   const __m512i table = E2m1Bf16Table();
   const __m512i high_nibble = _mm512_set1_epi64(int64_t{4} << 32);  // every second column
-  const __mmask16 there = static_cast<__mmask16>(FirstBytes(fp4 ? count / 2 : count));
-  FoldLines lines(p, c0, depth, o0, count);
-  for (int64_t d = 0; d < depth; d += 2, out += kTileRowBytes) {
+  const DotProblem folded = WithFoldedScales(p);
+  const ColumnScales scales(folded, o0, columns);
+  alignas(64) float lines[2][kTransposedColumns];  // folded scales at the two contraction indices
+  int64_t line_end = 0;                      // up to where the second is good
+  const int64_t row_bytes = p.rhs.RowBytes();
+  for (int64_t d = 0; d < RoundUp(depth, kTileDepth); d += 2, out += kTileRowBytes) {
     const uint8_t* row = p.rhs.Row(c0 + d) + (fp4 ? o0 / 2 : o0);
-    const __m128i first = _mm_maskz_loadu_epi8(there, row);
-    const __m128i second = d + 1 < depth ? _mm_maskz_loadu_epi8(there, row + p.rhs.RowBytes()) : _mm_setzero_si128();
-    const __m128i low = _mm_unpacklo_epi8(first, second);
-    __m512i pairs;
-    if (fp4) {
-      // 16-bit lanes of `wide`: byte i of the first row, of the second, byte i + 1 of the first, ...: columns 2 i
-      // and 2 i + 1, which share their bytes and part by the nibble.
-      const __m256i wide = _mm256_cvtepu8_epi16(low);
-      const __m512i doubled = _mm512_permutexvar_epi32(
-          _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), _mm512_castsi256_si512(wide));
-      pairs = _mm512_permutexvar_epi16(_mm512_srlv_epi32(doubled, high_nibble), table);
-    } else {
-      const __m128i high = _mm_unpackhi_epi8(first, second);
-      const __m512i wide = _mm512_cvtepu8_epi16(_mm256_set_m128i(high, low));
-      pairs = Bf16FromDoubledE4m3(_mm512_or_si512(wide, _mm512_slli_epi16(wide, 8)));
+    if (fold && d < depth) {
+      for (int64_t i = 0; i < 2; ++i) {
+        if (d + i < line_end) {
+          if (i == 0) std::memcpy(lines[0], lines[1], sizeof(lines[0]));
+        } else if (d + i < depth) {
+          line_end = RhsSegmentEnd(p, c0 + d + i, c0 + depth) - c0;
+          scales.At(c0 + d + i, kTransposedColumns, lines[i]);
+          if (i == 0 && d + 1 < line_end) std::memcpy(lines[1], lines[0], sizeof(lines[1]));
+        } else {
+          std::memset(lines[1], 0, sizeof(lines[1]));
+        }
+      }
     }
-    if (fold) {
-      const __m512 first_scale = lines.Of(d);
-      pairs = ScalePairs(pairs, first_scale, lines.Of(d + 1));
+    _mm_prefetch(reinterpret_cast<const char*>(row + 16 * row_bytes), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(row + 17 * row_bytes), _MM_HINT_T0);
+    for (int64_t tile = 0; tile < CeilDiv(columns, kTileColumns); ++tile) {
+      const int64_t o = tile * kTileColumns, count = columns - o;
+      const __mmask16 there = d < depth ? static_cast<__mmask16>(FirstBytes(fp4 ? std::min<int64_t>(count / 2, 8) : count)) : 0;
+      const __mmask16 there_too = d + 1 < depth ? there : 0;
+      const uint8_t* at = row + (fp4 ? o / 2 : o);
+      const __m128i first = _mm_maskz_loadu_epi8(there, at);
+      const __m128i second = _mm_maskz_loadu_epi8(there_too, at + row_bytes);
+      const __m128i low = _mm_unpacklo_epi8(first, second);
+      __m512i pairs;
+      if (fp4) {
+        // 16-bit lanes of `wide`: byte i of the first row, of the second, byte i + 1 of the first, ...: columns 2 i
+        // and 2 i + 1, which share their bytes and part by the nibble.
+        const __m256i wide = _mm256_cvtepu8_epi16(low);
+        const __m512i doubled = _mm512_permutexvar_epi32(
+            _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), _mm512_castsi256_si512(wide));
+        pairs = _mm512_permutexvar_epi16(_mm512_srlv_epi32(doubled, high_nibble), table);
+      } else {
+        const __m128i high = _mm_unpackhi_epi8(first, second);
+        const __m512i wide = _mm512_cvtepu8_epi16(_mm256_set_m128i(high, low));
+        pairs = Bf16FromDoubledE4m3(_mm512_or_si512(wide, _mm512_slli_epi16(wide, 8)));
+      }
+      if (fold && d < depth) pairs = ScalePairs(pairs, _mm512_load_ps(lines[0] + o), _mm512_load_ps(lines[1] + o));
+      _mm512_storeu_si512(out + tile * kPanelBytes, pairs);
     }
-    _mm512_storeu_si512(out, pairs);
-  }
-  // A tile product reads whole tiles.
-  for (int64_t d = RoundUp(depth, 2); d % kTileDepth != 0; d += 2, out += kTileRowBytes) {
-    _mm512_storeu_si512(out, _mm512_setzero_si512());
   }
 }
 

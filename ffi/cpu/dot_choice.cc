@@ -57,7 +57,7 @@ std::vector<DotProblem> MakeDotProblems(const DotConfig& config, const DotBuffer
   return problems;
 }
 
-DotKernel ChooseDotKernel(Tier tier, const DotProblem& problem) {
+DotKernel ChooseDotKernel(Tier tier, [[maybe_unused]] const DotProblem& problem) {
   if (tier == Tier::kAuto) tier = BestTier();
 #if defined(JAXLOWBIT_HAS_AMX)
   if (tier == Tier::kAmx && DotAmxServes(problem)) return {"amx gemm", DotAmx};
