@@ -7,11 +7,11 @@ import importlib.util
 
 import jax
 import pytest
-from cases import codec_ops, dot_ops, grad_ops, quantize_ops
-from cases.shim import CASES, RUNNERS
 
 import jaxlowbit as jlb
 from jaxlowbit import _ffi
+from tests.cases import codec_ops, dot_ops, grad_ops, quantize_ops
+from tests.cases.shim import CASES, RUNNERS
 
 # Importing an adapter module registers its cases.
 assert all((codec_ops, dot_ops, grad_ops, quantize_ops))

@@ -103,12 +103,9 @@ def test_interleaving_spends_its_time_on_what_can_win(monkeypatch: pytest.Monkey
     def candidate(name: str, kind: str, group: str) -> timing.Candidate:
         return timing.Candidate(name, lambda: seconds[name], group, kind)
 
-    candidates: list[Any] = [
-        candidate("ours", "ours", "a"),
-        candidate("fast", "peer", "a"),
-        candidate("slow", "peer", "a"),
-    ]
-    candidates.append(candidate("other", "peer", "b"))
+    kinds = {"ours": ("ours", "a"), "fast": ("peer", "a"), "near": ("peer", "a")}
+    kinds |= {"slow": ("peer", "a"), "other": ("peer", "b")}
+    candidates: list[Any] = [candidate(name, *kind) for name, kind in kinds.items()]
     timing.interleave(candidates, seconds=0.0, min_rounds=7, max_rounds=9, label="test")
     rounds = {c.name: len(c.seconds) for c in candidates}
     assert rounds == {"ours": 7, "fast": 7, "near": 5, "slow": 2, "other": 7}
