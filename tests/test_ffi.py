@@ -134,7 +134,8 @@ def test_probe_lowers_for_cuda() -> None:
 
 
 def test_results_vary_over_the_axes_of_every_operand() -> None:
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=kinds, devices=jax.devices("cpu")[:4])
 
     @jax.shard_map(mesh=mesh, in_specs=(P("a"), P(None, "b"), P()), out_specs=P())
     def inner(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
