@@ -93,7 +93,10 @@ inline void SplitNibbles(const uint8_t* from, int64_t bytes, uint8_t* to) {
 }
 
 // Codes of kPanel columns at `depth` contraction indices, one to a byte, [contraction][column]; absent columns
-// are code 0. Returns where they are: in `stage`, which holds kDepth * kPanel bytes, or in the operand itself.
+// are code 0. Returns where they are: in `stage`, which holds kDepth * kStageLine bytes, or in the operand itself.
+template <typename T>
+constexpr int64_t kStageLine = RoundUp(T::kPanel, kByteTile);
+
 struct PanelCodes {
   const uint8_t* data;
   int64_t stride;
@@ -101,14 +104,14 @@ struct PanelCodes {
 
 template <typename T>
 PanelCodes GatherCodes(const DotProblem& p, int64_t c0, int64_t depth, int64_t o0, int64_t count, uint8_t* stage) {
-  constexpr int64_t kPanel = T::kPanel;
+  constexpr int64_t kPanel = T::kPanel, kLine = kStageLine<T>;
   const int64_t row_bytes = p.rhs.RowBytes();
   const bool fp4 = p.rhs.element == Element::kE2m1;
   if (p.transposed) {
     if (!fp4 && count == kPanel) return {p.rhs.Row(c0) + o0, row_bytes};
     for (int64_t d = 0; d < depth; ++d) {
       const uint8_t* row = p.rhs.Row(c0 + d) + (fp4 ? o0 / 2 : o0);
-      uint8_t* line = stage + d * kPanel;
+      uint8_t* line = stage + d * kLine;
       if (fp4) {
         SplitNibbles(row, count / 2, line);
       } else {
@@ -116,24 +119,24 @@ PanelCodes GatherCodes(const DotProblem& p, int64_t c0, int64_t depth, int64_t o
       }
       std::memset(line + count, 0, kPanel - count);
     }
-    return {stage, kPanel};
+    return {stage, kLine};
   }
   if (!fp4) {
-    TransposeBytes(p.rhs.Row(o0) + c0, row_bytes, count, depth, stage, kPanel);
-    return {stage, kPanel};
+    TransposeBytes(p.rhs.Row(o0) + c0, row_bytes, count, depth, stage, kLine);
+    return {stage, kLine};
   }
-  alignas(64) uint8_t bytes[kDepth / 2 * kPanel];  // a line of bytes becomes two lines of codes
-  TransposeBytes(p.rhs.Row(o0) + c0 / 2, row_bytes, count, depth / 2, bytes, kPanel);
+  alignas(64) uint8_t bytes[kDepth / 2 * kLine];  // a line of bytes becomes two lines of codes
+  TransposeBytes(p.rhs.Row(o0) + c0 / 2, row_bytes, count, depth / 2, bytes, kLine);
   for (int64_t b = 0; b < depth / 2; ++b) {
-    const uint8_t* line = bytes + b * kPanel;
-    uint8_t* even = stage + 2 * b * kPanel;
-    for (int64_t i = 0; i < kPanel; ++i) {
+    const uint8_t* line = bytes + b * kLine;
+    uint8_t* even = stage + 2 * b * kLine;
+    for (int64_t i = 0; i < kLine; ++i) {
       const uint8_t byte = line[i];
       even[i] = byte & 15;
-      even[kPanel + i] = byte >> 4;
+      even[kLine + i] = byte >> 4;
     }
   }
-  return {stage, kPanel};
+  return {stage, kLine};
 }
 
 // panel[d][j] = value, scale included, of column o0 + j at contraction index c0 + d; zero for j >= count.
@@ -141,7 +144,7 @@ template <typename T>
 void PackPanel(const DotProblem& p, int64_t c0, int64_t depth, int64_t o0, int64_t count, float* panel) {
   using V = typename T::V;
   constexpr int kVectors = T::kPanel / T::kLanes;
-  alignas(64) uint8_t stage[kDepth * T::kPanel];
+  alignas(64) uint8_t stage[kDepth * kStageLine<T>];
   const PanelCodes codes = GatherCodes<T>(p, c0, depth, o0, count, stage);
   const ColumnScales column_scales(p, o0, count);
   for (int64_t d = 0; d < depth;) {

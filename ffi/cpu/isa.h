@@ -6,7 +6,7 @@
 
 // Compilers that know AMX come with assemblers that do (GCC 11, Clang 11).
 #if defined(__x86_64__) && defined(__has_include)
-#if __has_include(<amxbf16intrin.h>)
+#if __has_include(<amxbf16intrin.h>) || (defined(__clang__) && __has_include(<amxintrin.h>))
 #define JAXLOWBIT_HAS_AMX 1
 #endif
 #endif
