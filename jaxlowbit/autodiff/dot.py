@@ -19,9 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxlowbit import errors, quantize, sharding
 from jaxlowbit.formats import Act, Format
-from jaxlowbit.ops import _dispatch, _operands
+from jaxlowbit.ops import _activations, _dispatch, _operands
 from jaxlowbit.ops import dot as ops_dot
-from jaxlowbit.ops._operands import Activation
+from jaxlowbit.ops._activations import Activation
 from jaxlowbit.ops.dot import DotOperands, DotSpec
 from jaxlowbit.scaled_array import ScaledArray
 
@@ -175,8 +175,8 @@ def _layer(
     _dispatch.check_implementation(op, implementation)
     bias = _operands.check_bias(op, bias, weight.rows)
     out_dtype = _operands.check_out_dtype(op, preferred_element_type, x.dtype)
-    activation, scale = _operands.resolve_act(op, act, act_scale, weight.format)
-    _operands.check_act_k(op, activation, weight.k)
+    activation, scale = _activations.resolve_act(op, act, act_scale, weight.format)
+    _activations.check_act_k(op, activation, weight.k)
     spec = LayerSpec(op, out_dtype, str(x.dtype), activation, implementation)
     out: jax.Array = sharding.explicit(
         op,

@@ -14,7 +14,6 @@ from jaxlowbit import errors
 from jaxlowbit.formats import (
     E8M0_SCALE,
     F32_SCALE,
-    FORMATS,
     FP8_1X128,
     FP8_128X128,
     FP8_CHANNEL,
@@ -22,10 +21,10 @@ from jaxlowbit.formats import (
     MXFP4,
     MXFP8,
     NVFP4,
-    Act,
     Format,
     named,
 )
+from jaxlowbit.ops._activations import refuse_odd_k
 from jaxlowbit.scaled_array import ScaledArray
 
 Array = Any
@@ -134,8 +133,11 @@ def fp8_weight(op: str, w: Any, s: Any, block_shape: Any) -> ScaledArray:
             fix="Pass the checkpoint's scales (multipliers); for unscaled codes pass s=1.0 as a float32 array.",
         )
     s = _scale_array(op, s)
-    fmt, grid = _match_fp8(op, w.shape, s, block_shape)
-    return ScaledArray(w, s.reshape(grid), None, format=fmt).validate(op, "w")
+    fmt = _match_fp8(op, w.shape, s, block_shape)
+    grid = fmt.grid(*w.shape)
+    # An empty weight has an empty grid, however its scales were spelled.
+    s = s.reshape(grid) if 0 not in w.shape else jnp.zeros(grid, s.dtype)
+    return ScaledArray(w, s, None, format=fmt).validate(op, "w")
 
 
 def _matrix(op: str, w: Array) -> None:
@@ -166,7 +168,7 @@ def _scale_array(op: str, s: Any) -> Array:
 
 def _match_fp8(
     op: str, shape: tuple[int, ...], s: Array, block_shape: Any
-) -> tuple[Format, tuple[int, ...]]:
+) -> Format:
     n, k = shape
     if np.dtype(s.dtype) == _E4M3:
         errors.bad_type(
@@ -182,17 +184,16 @@ def _match_fp8(
     else:
         candidates = [FP8_TENSOR, FP8_CHANNEL, FP8_128X128]
     accepted: list[str] = []
-    found: tuple[Format, tuple[int, ...]] | None = None
+    found: Format | None = None
     for fmt in candidates:
-        grid = fmt.grid(n, k)
-        shapes: list[tuple[int, ...]] = [grid]
+        shapes: list[tuple[int, ...]] = [fmt.grid(n, k)]
         if block_shape is None and fmt is FP8_TENSOR:
-            grid, shapes = (1, 1), [(), (1,), (1, 1)]
+            shapes = [(), (1,), (1, 1)]
         elif block_shape is None and fmt is FP8_CHANNEL:
-            grid, shapes = (n, 1), [(n,), (n, 1)]
+            shapes = [(n,), (n, 1)]
         accepted += [f"{g} ({fmt.name})" for g in shapes]
         if found is None and tuple(s.shape) in shapes:
-            found = _with_scale(fmt, scale_type), grid if k else fmt.grid(n, k)
+            found = _with_scale(fmt, scale_type)
     if found is None:
         errors.bad_value(
             op,
@@ -378,96 +379,4 @@ def check_lhs(op: str, q: ScaledArray, k: int) -> None:
             op, "lhs", expected="no row_splits", got=f"{q!r}", fix="Row segments belong to fused weights (rhs)."
         )
     if q.last_dim is not None and q.last_dim % q.format.element.per_byte:
-        _odd_k(op, "lhs", q.last_dim)
-
-
-def _odd_k(op: str, arg: str, k: int) -> None:
-    errors.bad_value(
-        op,
-        arg,
-        expected="an even K, since two FP4 codes share a byte",
-        got=f"K={k}",
-        fix="Pad K with zeros on both operands, or use an FP8 format for the activations.",
-    )
-
-
-def check_act_k(op: str, activation: Activation, k: int) -> None:
-    """FP4 activations are packed in pairs along K."""
-    if activation.act is not None and activation.act.format.element.packed and k % 2:
-        _odd_k(op, "act", k)
-
-
-@dataclasses.dataclass(frozen=True)
-class Activation:
-    """How the left operand is treated: ``act`` None keeps it as it is; ``static`` says that act_scale is given."""
-
-    act: Act | None
-    static: bool = False
-
-
-def resolve_act(op: str, act: Any, act_scale: Any, weight: Format) -> tuple[Activation, Array | None]:
-    """``act=`` and ``act_scale=`` against the weight's format. Returns the plan and the float32 scale."""
-    if act is None:
-        if act_scale is not None:
-            errors.bad_value(
-                op,
-                "act_scale",
-                expected="None with act=None, which keeps activations unquantized",
-                got=act_scale,
-                fix="Pass act='dynamic' (static per-tensor scale) or name a format.",
-            )
-        return Activation(None), None
-    scale = None if act_scale is None else _act_scale(op, act_scale)
-    if isinstance(act, str) and act == "dynamic":
-        if scale is not None:
-            return Activation(Act(FP8_TENSOR), static=True), scale
-        if weight.dynamic_act is None:
-            errors.bad_value(
-                op,
-                "act",
-                expected=f"None or a named format, since {weight.name} weights have no single customary activation "
-                "format",
-                got="'dynamic'",
-                fix="Pass act=None (weight-only), act=jaxlowbit.NVFP4, or act=jaxlowbit.FP8_1X128.",
-            )
-        return Activation(Act(FORMATS[weight.dynamic_act])), None
-    named_act = Act(act) if isinstance(act, Format) else act
-    if not isinstance(named_act, Act):
-        errors.bad_value(
-            op,
-            "act",
-            expected="None, 'dynamic', a Format or an Act",
-            got=repr(act),
-            fix=f"Formats: {sorted(FORMATS)}.",
-        )
-    fmt = named_act.format
-    if fmt.element.name == "e5m2" or fmt.block[0] not in (1, None):
-        errors.bad_value(
-            op,
-            "act",
-            expected="a format of E4M3 or E2M1 codes whose scale block spans one row (or the whole tensor)",
-            got=fmt.name,
-            fix="Rows of activations are independent: use FP8_1X128, FP8_CHANNEL, FP8_TENSOR, MXFP8, MXFP4 or NVFP4.",
-        )
-    if scale is not None and fmt.block != (None, None) and not fmt.two_level:
-        errors.bad_value(
-            op,
-            "act_scale",
-            expected=f"None with {fmt.name}, whose scales come from the data",
-            got=scale,
-            fix="A static scale goes with act='dynamic' or FP8_TENSOR (per tensor), or NVFP4 (its global scale).",
-        )
-    return Activation(named_act, static=scale is not None), scale
-
-
-def _act_scale(op: str, act_scale: Any) -> Array:
-    scale = jnp.asarray(act_scale)
-    if not jnp.issubdtype(scale.dtype, jnp.floating) or scale.size != 1 or scale.ndim > 1:
-        errors.bad_value(
-            op,
-            "act_scale",
-            expected="one floating-point number, shape () or (1,)",
-            got=scale,
-            fix="A static activation scale is one multiplier per tensor.",
-        )
-    return scale.astype(jnp.float32).reshape(())
+        refuse_odd_k(op, "lhs", q.last_dim)

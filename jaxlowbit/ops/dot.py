@@ -175,28 +175,43 @@ def _dispatched(spec: DotSpec, operands: DotOperands) -> Array:
         kernel=lambda: _ffi.dot_kernel(config, problem.lhs_dtype, problem.m, problem.n, problem.k),
         batch_invariant=False,
     )
-    native = functools.partial(_native, problem, config)
+    native = functools.partial(_native, problem, tier)
     return _dispatch.run(decision, native, functools.partial(dot_xla, problem), operands)
 
 
-def _native(problem: DotProblem, config: _ffi.DotConfig, operands: DotOperands) -> Array:
-    lhs = operands.lhs
+def _native(problem: DotProblem, tier: _ffi.Tier, operands: DotOperands) -> Array:
     odd = problem.k % problem.rhs_format.element.per_byte
-    if odd and not problem.transposed:
-        # The weight's last byte holds one code and a zero nibble; the kernel sees a whole pair on both sides.
-        lhs = jnp.pad(lhs, ((0, 0), (0, 0), (0, odd)))
-    out = _ffi.dot(
-        lhs,
+    if odd:
+        # The weight's last byte holds one code and a zero nibble: the kernel sees a whole pair on both sides.
+        wide = dataclasses.replace(problem, k=problem.k + odd)
+        return _native(wide, tier, _widened(wide, operands, odd))[..., : problem.k if problem.transposed else None]
+    return _ffi.dot(
+        operands.lhs,
         None if operands.lhs_scale is None else _raw_scale(operands.lhs_scale),
         operands.lhs_global,
         operands.rhs,
         _raw_scale(operands.rhs_scale),
         operands.rhs_global,
         operands.bias,
-        config=config,
+        config=dot_config(problem, tier),
         out_dtype=problem.out_dtype,
     )
-    return out[..., : problem.k] if problem.transposed and odd else out
+
+
+def _widened(problem: DotProblem, operands: DotOperands, columns: int) -> DotOperands:
+    """Operands of an odd K with zero codes behind it; a scale grid that grows by it repeats its last column."""
+
+    def grow(scale: Array, rows: int, fmt: Format) -> Array:
+        missing = fmt.grid(rows, problem.k)[1] - scale.shape[-1]
+        return scale if missing == 0 else jnp.concatenate([scale, scale[..., -1:]], axis=-1)
+
+    lhs, lhs_scale = operands.lhs, operands.lhs_scale
+    if not problem.transposed:
+        lhs = jnp.concatenate([lhs, jnp.zeros((*lhs.shape[:-1], columns), lhs.dtype)], axis=-1)
+    if problem.lhs_format is not None:
+        lhs_scale = grow(lhs_scale, problem.m, problem.lhs_format)
+    rhs_scale = grow(operands.rhs_scale, problem.n, problem.rhs_format)
+    return dataclasses.replace(operands, lhs=lhs, lhs_scale=lhs_scale, rhs_scale=rhs_scale)
 
 
 def _raw_scale(scale: Array) -> Array:

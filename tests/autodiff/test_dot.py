@@ -318,3 +318,30 @@ def test_signatures_have_no_kwargs_and_no_out_scale() -> None:
         parameters = inspect.signature(op).parameters
         assert all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         assert "out_scale" not in parameters
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("act", [jlb.FP8_TENSOR, jlb.FP8_CHANNEL, jlb.FP8_1X128.with_block(1, 11)], ids=repr)
+@pytest.mark.parametrize("fmt", [jlb.MXFP4, jlb.MXFP4.with_block(1, 33)], ids=repr)
+def test_odd_k_with_quantized_activations(fmt: jlb.Format, act: jlb.Format, implementation: str) -> None:
+    """One zero code behind an odd K may widen both scale grids."""
+    w = np.random.default_rng(0).normal(size=(20, 33)).astype(np.float32)
+    q = jlb.quantize(jnp.asarray(w), fmt, pad=True)
+    x = layers.activations((3, 33))
+    y = jlb.fp4_dot(x, q, act=act, implementation=implementation)
+    product = reference.dot(jlb.quantize(x, act), q)
+    tolerance.check(y, product.value, tolerance.dot_bound(product, jnp.float32))
+    g = layers.activations((3, 20), seed=5)
+    dx = jax.vjp(lambda x: jlb.fp4_dot(x, q, act=act, implementation=implementation), x)[1](g)[0]
+    back = reference.dot_transposed(g, q)
+    tolerance.check(dx, back.value, tolerance.dot_bound(back, jnp.float32, bf16_operand=True))
+
+
+@pytest.mark.parametrize("spelling", [(), (1,), (1, 1), (16,), (16, 1)])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_scales_of_an_empty_k(spelling: tuple[int, ...], implementation: str) -> None:
+    w = jnp.zeros((16, 0), jnp.float8_e4m3fn)
+    y = jlb.fp8_dot(jnp.zeros((3, 0)), w, jnp.ones(spelling), implementation=implementation)
+    np.testing.assert_array_equal(y, np.zeros((3, 16), np.float32))
+    empty = jlb.fp8_dot(jnp.ones((3, 8)), jnp.zeros((0, 8), jnp.float8_e4m3fn), jnp.ones(()))
+    assert empty.shape == (3, 0)
