@@ -12,7 +12,6 @@ from jax import lax
 
 from jaxlowbit import _ffi
 from jaxlowbit._quantize_xla import QuantizeSpec
-from jaxlowbit.sharding import align_vma
 
 Array: TypeAlias = Any
 
@@ -59,7 +58,6 @@ def _call_kernel(
     spec: QuantizeSpec, tier: _ffi.Tier, x: Array, given: Array | None, outer: Array | None, rng: Array | None
 ) -> tuple[Array, Array]:
     """One kernel call for any number of leading dimensions."""
-    x, given, outer, rng = align_vma((x, given, outer, rng))
     fmt = spec.format
     batch, (rows, columns) = x.shape[:-2], x.shape[-2:]
     grid = fmt.grid(rows, columns)
