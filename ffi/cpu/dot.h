@@ -97,8 +97,9 @@ class ColumnScales {
   ColumnScales(const DotProblem& p, int64_t o, int64_t count)
       : p_(p), o_(o), count_(count), block_(o / p.block_o()), first_end_((block_ + 1) * p.block_o() - o) {}
 
-  // out[i] = scale * global of column o + i at contraction index c; zeros from count up to `padded`.
-  void At(int64_t c, int64_t padded, float* out) const {
+  // out[i] = scale * global of column o + i at contraction index c; zeros from count up to `padded`. Inlined always, so
+  // that each tier compiles it for its own instructions: with blocks of one it is called at every index.
+  __attribute__((always_inline)) void At(int64_t c, int64_t padded, float* out) const {
     const int64_t block_c = p_.BlockOfC(c);
     const int64_t stride = p_.transposed ? 1 : p_.rhs.grid_cols;
     const int64_t at = p_.transposed ? block_c * p_.rhs.grid_cols + block_ : block_ * stride + block_c;

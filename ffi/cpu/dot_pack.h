@@ -86,7 +86,22 @@ inline void TransposeBytes(const uint8_t* from, int64_t from_stride, int64_t row
 
 // Two codes from every byte, the low nibble first.
 inline void SplitNibbles(const uint8_t* from, int64_t bytes, uint8_t* to) {
-  for (int64_t i = 0; i < bytes; ++i) {
+  int64_t i = 0;
+#if defined(__x86_64__)
+  const __m128i nibble = _mm_set1_epi8(15);
+  for (; i + 16 <= bytes; i += 16) {
+    const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
+    const __m128i low = _mm_and_si128(both, nibble), high = _mm_and_si128(_mm_srli_epi16(both, 4), nibble);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 2 * i), _mm_unpacklo_epi8(low, high));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 2 * i + 16), _mm_unpackhi_epi8(low, high));
+  }
+  for (; i + 8 <= bytes; i += 8) {
+    const __m128i both = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + i));
+    const __m128i low = _mm_and_si128(both, nibble), high = _mm_and_si128(_mm_srli_epi16(both, 4), nibble);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 2 * i), _mm_unpacklo_epi8(low, high));
+  }
+#endif
+  for (; i < bytes; ++i) {
     to[2 * i] = from[i] & 15;
     to[2 * i + 1] = from[i] >> 4;
   }
@@ -112,6 +127,7 @@ PanelCodes GatherCodes(const DotProblem& p, int64_t c0, int64_t depth, int64_t o
     for (int64_t d = 0; d < depth; ++d) {
       const uint8_t* row = p.rhs.Row(c0 + d) + (fp4 ? o0 / 2 : o0);
       uint8_t* line = stage + d * kLine;
+      __builtin_prefetch(row + 16 * row_bytes);  // too short a run of each row for the processor to foresee
       if (fp4) {
         SplitNibbles(row, count / 2, line);
       } else {

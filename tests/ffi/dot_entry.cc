@@ -1,5 +1,5 @@
 // A way into the CPU product without XLA, for tests that place every buffer themselves (at the edge of a page) or
-// choose the number of threads. Built by tests/ffi/conftest code together with the library's own sources.
+// choose the number of threads. Built by dot_model.py together with the library's own sources.
 #include <cstring>
 #include <deque>
 #include <functional>

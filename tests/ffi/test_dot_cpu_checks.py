@@ -36,8 +36,10 @@ def stack(matrices: list[Matrix]) -> list[jax.Array | None]:
 
 def config(lhs: Matrix, rhs: Matrix, tier: Tier = Tier.AUTO, **changes: Any) -> _ffi.DotConfig:
     fields = {
-        "lhs_element": lhs.element, "lhs_scale_kind": lhs.kind, "lhs_block_m": lhs.block[0], "lhs_block_k": lhs.block[1],
-        "rhs_element": rhs.element, "rhs_scale_kind": rhs.kind, "rhs_block_n": rhs.block[0], "rhs_block_k": rhs.block[1],
+        "lhs_element": lhs.element, "lhs_scale_kind": lhs.kind,
+        "lhs_block_m": lhs.block[0], "lhs_block_k": lhs.block[1],
+        "rhs_element": rhs.element, "rhs_scale_kind": rhs.kind,
+        "rhs_block_n": rhs.block[0], "rhs_block_k": rhs.block[1],
         "transposed": 0, "tier": tier,
     }  # fmt: skip
     return _ffi.DotConfig(**{**fields, **changes})
