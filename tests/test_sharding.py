@@ -155,6 +155,20 @@ def test_explicit_mesh_forward_and_gradient(layout: str, name: str, implementati
     close(dbias, wdb)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_partial_products_are_added_in_float32(implementation: str) -> None:
+    """The two K shards contribute 257 and -256, of which bfloat16 holds the second alone."""
+    codes = jnp.tile(jnp.array([[256.0, 1.0, -256.0, 0.0]]), (8, 1)).astype(jnp.float8_e4m3fn)
+    q = jlb.ScaledArray(codes, jnp.ones((1, 1)), format=jlb.FP8_TENSOR)
+    m = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(m):
+        x = on(m, jnp.ones((3, 4), jnp.bfloat16), P(None, "a"))
+        w = jlb.ScaledArray(on(m, q.data, P(None, "a")), on(m, q.scale, P()), format=q.format)
+        y = jlb.fp8_dot(x, w, act=None, implementation=implementation)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(y).astype(np.float32), np.ones((3, 8), np.float32))
+
+
 def test_explicit_dynamic_on_sharded_rows() -> None:
     x, q, _, _ = case("128x128", "M")
     m = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,))

@@ -153,6 +153,21 @@ def test_bias_gradient_dtype(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("out", [jnp.float32, jnp.float16])
+def test_cotangents_have_the_primals_dtype(out: Any, implementation: str) -> None:
+    """x, bias and output of three dtypes: none may take another's."""
+    q = layers.weight(jlb.FP8_128X128, 16, 32)
+    x, bias = layers.activations((2, 32), jnp.bfloat16), layers.activations((16,), jnp.float16)
+    f = lambda x, b: jlb.fp8_dot(x, q, bias=b, preferred_element_type=out, implementation=implementation)  # noqa: E731
+    y, pullback = jax.vjp(f, x, bias)
+    g = layers.activations((2, 16), out, seed=3)
+    dx, dbias = pullback(g)
+    assert (y.dtype, dx.dtype, dbias.dtype) == (out, jnp.bfloat16, jnp.float16)
+    product = reference.dot_transposed(g, q)
+    tolerance.check(dx, product.value, tolerance.dot_bound(product, jnp.bfloat16, bf16_operand=True))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["128x128", "mxfp8", "mxfp4", "nvfp4"])
 def test_residuals_are_the_packed_weight(name: str, implementation: str) -> None:
     q = layers.weight(layers.FORMATS[name], 256, 512)
@@ -243,6 +258,18 @@ def test_fused_rows(name: str, implementation: str) -> None:
     (dx,) = jax.vjp(f, x)[1](g)
     product = reference.dot_transposed(g, fused)
     tolerance.check(dx, product.value, tolerance.dot_bound(product, jnp.float32, bf16_operand=True))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_partial_gradients_are_added_in_float32(implementation: str) -> None:
+    """The segments of a fused weight contribute 257 and -256, of which bfloat16 holds the second alone."""
+    codes = jnp.repeat(jnp.array([[256.0], [1.0], [-256.0]]), 32, axis=1).astype(jnp.float8_e4m3fn)
+    fused = jlb.ScaledArray(codes, jnp.ones((2, 1)), format=jlb.FP8_TENSOR, row_splits=(2,)).validate()
+    x = layers.activations((4, 32), jnp.bfloat16)
+    y, pullback = jax.vjp(lambda x: jlb.fp8_dot(x, fused, act=None, implementation=implementation), x)
+    (dx,) = pullback(jnp.ones_like(y))
+    assert dx.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(dx, np.ones((4, 32), ml_dtypes.bfloat16))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -87,6 +87,20 @@ def test_vmap_over_weights(name: str, implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("order", ["x outside", "weights outside"])
+def test_vmap_over_x_of_vmap_over_weights(order: str, implementation: str) -> None:
+    q = stacked(jlb.NVFP4, 3, 40, 160)
+    x = layers.activations((2, 5, 160))
+    f = functools.partial(layers.call, act=jlb.FP8_TENSOR, implementation=implementation)
+    if order == "x outside":
+        got = jax.vmap(jax.vmap(f, (None, 0)), (0, None))(x, q)
+    else:
+        got = jnp.swapaxes(jax.vmap(jax.vmap(f, (0, None)), (None, 0))(x, q), 0, 1)
+    want = np.stack([[f(row, jax.tree.map(lambda a: a[i], q)) for i in range(3)] for row in x])  # noqa: B023
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_vmap_of_grad_and_grad_of_vmap(implementation: str) -> None:
     q = layers.weight(jlb.FP8_128X128, 40, 160)
     x = layers.activations((3, 5, 160))
