@@ -11,12 +11,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 PACKAGE := pyproject.toml CMakeLists.txt build_backend/jaxlowbit_build.py
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test pytest lint test-gpu venv bazel-test aarch64-check sdist-check clean
+.PHONY: help demo test pytest mutants lint test-gpu venv bazel-test aarch64-check sdist-check clean
 
 help:
 	@echo "make demo           train LoRA adapters on a small language model with FP8 and FP4 weights"
 	@echo "make test           lint, types and all tests that need no GPU"
 	@echo "make pytest         the tests alone; ARGS= are pytest's"
+	@echo "make mutants        put faults in on purpose and see the tests notice; some minutes"
 	@echo "make lint           ruff and mypy"
 	@echo "make test-gpu       tests for a Hopper GPU, with the JAX of PYTHON; needs no network"
 	@echo "make venv           the package, editable, in $(VENV): imports rebuild what changed"
@@ -54,6 +55,9 @@ lint: $(VENV)/test.stamp
 
 pytest: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n 2 -m "not gpu" $(ARGS)
+
+mutants: $(VENV)/test.stamp
+	$(BIN)/python tests/mutations.py $(ARGS)
 
 test: lint pytest
 
