@@ -159,7 +159,7 @@ MUTANTS = (
         "jaxlowbit/sharding.py",
         "if parts > 1 and (extent % parts or (extent // parts) % step):",
         "if parts > 1 and extent % parts:",
-        ("tests/test_sharding.py::test_explicit_layouts_that_are_refused",),
+        ("tests/test_sharding.py::test_explicit_layouts_that_are_refused[K blocks cut]",),
     ),
     Mutant(
         "vmap-act-scale",
