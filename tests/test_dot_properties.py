@@ -196,7 +196,8 @@ def test_gradient(
 
     _, pull = jax.vjp(call, jnp.asarray(x), jnp.zeros((n,), jnp.float32))
     dx, dbias = pull(jnp.asarray(g))
-    check(dx, reference.dot_transposed(g, w), x_dtype, bf16_operand=True)
+    rounds = implementation == "native" and _ffi.Tier.AMX in _ffi.available_tiers()
+    check(dx, reference.dot_transposed(g, w), x_dtype, bf16_operand=rounds)
     sums = g.astype(np.float64)
     total = reference.Product(sums.sum(axis=0), np.abs(sums).sum(axis=0), m)
     check(dbias, total, "float32")

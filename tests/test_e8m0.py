@@ -98,7 +98,8 @@ def test_encode_e8m0_roundings(bits: np.ndarray) -> None:
         np.testing.assert_array_equal(in_jit(fn, x), byte, err_msg=rounding)
     below_top = x < 1.5 * 2.0**127
     astype = x.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
-    sane = below_top & (x > 0)  # astype turns 0 into NaN
+    # astype turns 0 into NaN, and versions of ml_dtypes differ on subnormals between 2**-127 and 2**-126.
+    sane = below_top & (x >= 2.0**-126)
     np.testing.assert_array_equal(codecs.encode_e8m0(x, rounding="even")[sane], astype[sane])
 
 

@@ -20,7 +20,7 @@ from jaxlowbit.scaled_array import scale_factors
 from .naive_quantize import F32, spread
 
 # Both give the same bits; the native one compiles in no time.
-IMPLEMENTATION = "native" if _ffi.native_available("cpu", _ffi.QUANTIZE)[0] else "xla"
+IMPLEMENTATION = "native" if _ffi.native_available(jax.default_backend(), _ffi.QUANTIZE)[0] else "xla"
 
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
 

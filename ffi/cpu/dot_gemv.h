@@ -98,7 +98,11 @@ void GemvColumns(const GemvPlan& plan, const DotProblem& p, const float* lhs, in
   int64_t scale_index = 0, left = chunks_per_scale;
   for (int64_t chunk = 0; chunk < whole; ++chunk) {
     const uint8_t* bytes[kColumns];
-    for (int j = 0; j < kColumns; ++j) bytes[j] = rows[j] + chunk * C::kBytes;
+    for (int j = 0; j < kColumns; ++j) {
+      bytes[j] = rows[j] + chunk * C::kBytes;
+      // The next rows: short rows read side by side end before the hardware has recognized their streams.
+      __builtin_prefetch(bytes[j] + kColumns * row_bytes);
+    }
     add_chunk(chunk, scale_index, bytes);
     scale_index += scales_per_chunk;
     if (!kLaneScales && --left == 0) {

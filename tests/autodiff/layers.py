@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 import jaxlowbit as jlb
+from jaxlowbit import _ffi
 
 FP8_FORMATS = {
     "tensor": jlb.FP8_TENSOR,
@@ -54,6 +55,11 @@ def call(x: Any, q: jlb.ScaledArray, **kwargs: Any) -> Any:
     """fp8_dot or fp4_dot, whichever takes the weight."""
     op = jlb.fp4_dot if q.format.element.packed else jlb.fp8_dot
     return op(x, q, **kwargs)
+
+
+def backward_rounds(implementation: str) -> bool:
+    """Whether code * scale may be rounded to bfloat16 once in the backward product: AMX multiplies bfloat16 only."""
+    return implementation == "native" and _ffi.Tier.AMX in _ffi.available_tiers()
 
 
 def with_scale_dtype(q: jlb.ScaledArray, dtype: Any) -> jlb.ScaledArray:

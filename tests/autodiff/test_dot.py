@@ -138,7 +138,12 @@ def test_gradient_is_that_of_the_dequantized_layer(name: str, dtype: Any, act: A
     assert dx.dtype == dtype
     assert dbias.dtype == jnp.float32
     product = reference.dot_transposed(g, q)
-    tolerance.check(dx, product.value, tolerance.dot_bound(product, dtype, bf16_operand=True), what="dx")
+    tolerance.check(
+        dx,
+        product.value,
+        tolerance.dot_bound(product, dtype, bf16_operand=layers.backward_rounds(implementation)),
+        what="dx",
+    )
     want = np.asarray(g, np.float64).sum((0, 1))
     tolerance.check(dbias, want, 1e-6 * np.abs(np.asarray(g, np.float64)).sum((0, 1)), what="dbias")
 
@@ -164,7 +169,11 @@ def test_cotangents_have_the_primals_dtype(out: Any, implementation: str) -> Non
     dx, dbias = pullback(g)
     assert (y.dtype, dx.dtype, dbias.dtype) == (out, jnp.bfloat16, jnp.float16)
     product = reference.dot_transposed(g, q)
-    tolerance.check(dx, product.value, tolerance.dot_bound(product, jnp.bfloat16, bf16_operand=True))
+    tolerance.check(
+        dx,
+        product.value,
+        tolerance.dot_bound(product, jnp.bfloat16, bf16_operand=layers.backward_rounds(implementation)),
+    )
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -218,13 +227,12 @@ def test_second_order(implementation: str) -> None:
     np.testing.assert_allclose(hvp, w.T @ w @ np.asarray(v), rtol=2**-6, atol=2**-6 * np.abs(w).max() ** 2)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_forward_mode_is_refused_by_name(wrap: Any) -> None:
+def test_forward_mode_is_refused_under_jit() -> None:
+    """There JAX raises outside the call, in its own words."""
     q = layers.weight(jlb.FP8_128X128, 16, 32)
     x = layers.activations((2, 32))
-    f = wrap(lambda x: jlb.fp8_dot(x, q, act=None))
-    with pytest.raises(TypeError, match=r"fp8_dot.*jacrev|forward-mode"):
-        jax.jvp(f, (x,), (x,))
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(jax.jit(lambda x: jlb.fp8_dot(x, q, act=None)), (x,), (x,))
 
 
 def test_forward_mode_names_the_op_eagerly() -> None:
@@ -257,7 +265,11 @@ def test_fused_rows(name: str, implementation: str) -> None:
     g = layers.activations((5, 272), seed=8)
     (dx,) = jax.vjp(f, x)[1](g)
     product = reference.dot_transposed(g, fused)
-    tolerance.check(dx, product.value, tolerance.dot_bound(product, jnp.float32, bf16_operand=True))
+    tolerance.check(
+        dx,
+        product.value,
+        tolerance.dot_bound(product, jnp.float32, bf16_operand=layers.backward_rounds(implementation)),
+    )
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -283,9 +295,7 @@ def test_empty_and_tiny(m: int, n: int, k: int, op: str, implementation: str) ->
     def f(x: Any) -> Any:
         if op == "scaled_dot":
             xq = jlb.quantize(x, jlb.FP8_1X128)
-            return jlb.scaled_dot(
-                xq, q, bias=bias, preferred_element_type=jnp.float32, implementation=implementation
-            )
+            return jlb.scaled_dot(xq, q, bias=bias, preferred_element_type=jnp.float32, implementation=implementation)
         return getattr(jlb, op)(x, q, bias=bias, implementation=implementation)
 
     np.testing.assert_array_equal(f(x), np.full((m, n), k + 0.5, np.float32))
@@ -305,7 +315,11 @@ def test_odd_k_fp4(implementation: str) -> None:
     tolerance.check(y, product.value, tolerance.dot_bound(product, jnp.float32))
     g = layers.activations((3, 20), seed=5)
     back = reference.dot_transposed(g, q)
-    tolerance.check(pullback(g)[0], back.value, tolerance.dot_bound(back, jnp.float32, bf16_operand=True))
+    tolerance.check(
+        pullback(g)[0],
+        back.value,
+        tolerance.dot_bound(back, jnp.float32, bf16_operand=layers.backward_rounds(implementation)),
+    )
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -322,8 +336,6 @@ def test_nan_rows_stay_apart(implementation: str) -> None:
 
 def test_float4_and_float8_weights_as_they_come() -> None:
     q = layers.weight(jlb.NVFP4, 24, 32)
-    codes = np.asarray(jlb.unpack_nibbles(np.asarray(q.data)))
-    f4 = jnp.asarray(codes.astype(np.uint8).view(np.uint8)).astype(jnp.uint8)
     f4 = jax.lax.bitcast_convert_type(q.data, jnp.float4_e2m1fn).reshape(24, 32)
     x = layers.activations((3, 32))
     want = jlb.fp4_dot(x, q)
@@ -361,7 +373,9 @@ def test_odd_k_with_quantized_activations(fmt: jlb.Format, act: jlb.Format, impl
     g = layers.activations((3, 20), seed=5)
     dx = jax.vjp(lambda x: jlb.fp4_dot(x, q, act=act, implementation=implementation), x)[1](g)[0]
     back = reference.dot_transposed(g, q)
-    tolerance.check(dx, back.value, tolerance.dot_bound(back, jnp.float32, bf16_operand=True))
+    tolerance.check(
+        dx, back.value, tolerance.dot_bound(back, jnp.float32, bf16_operand=layers.backward_rounds(implementation))
+    )
 
 
 @pytest.mark.parametrize("spelling", [(), (1,), (1, 1), (16,), (16, 1)])

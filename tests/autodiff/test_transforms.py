@@ -107,7 +107,7 @@ def test_vmap_of_grad_and_grad_of_vmap(implementation: str) -> None:
     g = layers.activations((3, 5, 40), seed=2)
     f = lambda x, g: jnp.sum(layers.call(x, q, implementation=implementation) * g)  # noqa: E731
     product = reference.dot_transposed(g, q)
-    bound = tolerance.dot_bound(product, jnp.float32, bf16_operand=True)
+    bound = tolerance.dot_bound(product, jnp.float32, bf16_operand=layers.backward_rounds(implementation))
     tolerance.check(jax.vmap(jax.grad(f))(x, g), product.value, bound, what="vmap of grad")
     tolerance.check(jax.grad(lambda x: jax.vmap(f)(x, g).sum())(x), product.value, bound, what="grad of vmap")
 
@@ -166,8 +166,8 @@ def test_train_step_holds_no_dequantized_weights(name: str, implementation: str)
 
     per_layer = (temporaries(8) - temporaries(2)) / 6
     dequantized_bf16 = n * k * 2
-    # Native: activations only. XLA: on the CPU a byte view of float8 codes is a copy of them, half of that W.
-    most = (0.05 if implementation == "native" else 0.6) * dequantized_bf16
+    # Native: activations only. XLA: on the CPU a byte view of the codes is a copy of them.
+    most = 0.05 * dequantized_bf16 if implementation == "native" else 1.15 * fmt.bytes(n, k)
     assert per_layer < most, f"each layer costs {per_layer:.0f} bytes of temporaries, allowed {most:.0f}"
 
 
@@ -177,7 +177,8 @@ def test_lowers_for_other_platforms_without_them(platform: str) -> None:
     f = jax.jit(lambda x, q: jlb.fp8_dot(x, q))
     x = jax.ShapeDtypeStruct((8, 160), jnp.bfloat16)
     text = jax.export.export(f, platforms=[platform])(x, q).mlir_module()
-    assert "jaxlowbit_dot" not in text or "stablehlo.custom_call @jaxlowbit" not in text
+    assert "dot_general" in text
+    assert "custom_call @jaxlowbit" not in text
 
 
 def test_export_round_trip_with_symbolic_rows_and_gradient() -> None:

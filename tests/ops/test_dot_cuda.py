@@ -47,7 +47,7 @@ def test_values_and_gradients(name: str, dtype: Any, act: Any) -> None:
     product = reference.dot(x if act is None else jlb.quantize(x, act), q)
     tolerance.check(y, product.value, tolerance.dot_bound(product, dtype))
     back = reference.dot_transposed(g, q)
-    tolerance.check(pullback(g)[0], back.value, tolerance.dot_bound(back, dtype, bf16_operand=True))
+    tolerance.check(pullback(g)[0], back.value, tolerance.dot_bound(back, dtype))
 
 
 def test_native_is_refused_and_explained() -> None:
