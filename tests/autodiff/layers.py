@@ -57,7 +57,7 @@ def call(x: Any, q: jlb.ScaledArray, **kwargs: Any) -> Any:
     return op(x, q, **kwargs)
 
 
-def backward_rounds(implementation: str) -> bool:
+def rounds(implementation: str) -> bool:
     """Whether code * scale may be rounded to bfloat16 once in the backward product: AMX multiplies bfloat16 only."""
     return implementation == "native" and _ffi.Tier.AMX in _ffi.available_tiers()
 

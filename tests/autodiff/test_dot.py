@@ -141,7 +141,7 @@ def test_gradient_is_that_of_the_dequantized_layer(name: str, dtype: Any, act: A
     tolerance.check(
         dx,
         product.value,
-        tolerance.dot_bound(product, dtype, bf16_operand=layers.backward_rounds(implementation)),
+        tolerance.dot_bound(product, dtype, bf16_operand=layers.rounds(implementation)),
         what="dx",
     )
     want = np.asarray(g, np.float64).sum((0, 1))
@@ -172,7 +172,7 @@ def test_cotangents_have_the_primals_dtype(out: Any, implementation: str) -> Non
     tolerance.check(
         dx,
         product.value,
-        tolerance.dot_bound(product, jnp.bfloat16, bf16_operand=layers.backward_rounds(implementation)),
+        tolerance.dot_bound(product, jnp.bfloat16, bf16_operand=layers.rounds(implementation)),
     )
 
 
@@ -268,7 +268,7 @@ def test_fused_rows(name: str, implementation: str) -> None:
     tolerance.check(
         dx,
         product.value,
-        tolerance.dot_bound(product, jnp.float32, bf16_operand=layers.backward_rounds(implementation)),
+        tolerance.dot_bound(product, jnp.float32, bf16_operand=layers.rounds(implementation)),
     )
 
 
@@ -318,7 +318,7 @@ def test_odd_k_fp4(implementation: str) -> None:
     tolerance.check(
         pullback(g)[0],
         back.value,
-        tolerance.dot_bound(back, jnp.float32, bf16_operand=layers.backward_rounds(implementation)),
+        tolerance.dot_bound(back, jnp.float32, bf16_operand=layers.rounds(implementation)),
     )
 
 
@@ -374,7 +374,7 @@ def test_odd_k_with_quantized_activations(fmt: jlb.Format, act: jlb.Format, impl
     dx = jax.vjp(lambda x: jlb.fp4_dot(x, q, act=act, implementation=implementation), x)[1](g)[0]
     back = reference.dot_transposed(g, q)
     tolerance.check(
-        dx, back.value, tolerance.dot_bound(back, jnp.float32, bf16_operand=layers.backward_rounds(implementation))
+        dx, back.value, tolerance.dot_bound(back, jnp.float32, bf16_operand=layers.rounds(implementation))
     )
 
 

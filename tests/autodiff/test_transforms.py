@@ -107,7 +107,7 @@ def test_vmap_of_grad_and_grad_of_vmap(implementation: str) -> None:
     g = layers.activations((3, 5, 40), seed=2)
     f = lambda x, g: jnp.sum(layers.call(x, q, implementation=implementation) * g)  # noqa: E731
     product = reference.dot_transposed(g, q)
-    bound = tolerance.dot_bound(product, jnp.float32, bf16_operand=layers.backward_rounds(implementation))
+    bound = tolerance.dot_bound(product, jnp.float32, bf16_operand=layers.rounds(implementation))
     tolerance.check(jax.vmap(jax.grad(f))(x, g), product.value, bound, what="vmap of grad")
     tolerance.check(jax.grad(lambda x: jax.vmap(f)(x, g).sum())(x), product.value, bound, what="grad of vmap")
 
