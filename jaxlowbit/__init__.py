@@ -3,6 +3,7 @@
 The facade: public names and nothing else.
 """
 
+from jaxlowbit._dispatch import Explanation, explain, export_checks
 from jaxlowbit._info import info
 from jaxlowbit._version import __version__
 from jaxlowbit.autodiff.dot import REMAT_NAME, fp4_dot, fp8_dot, scaled_dot
@@ -28,7 +29,6 @@ from jaxlowbit.formats import (
     Act,
     Format,
 )
-from jaxlowbit.ops._dispatch import Explanation, explain, export_checks
 from jaxlowbit.quantize import dequantize, fake_quantize, quantize
 from jaxlowbit.scaled_array import ScaledArray
 from jaxlowbit.sharding import align_vma

@@ -17,7 +17,7 @@ from jaxlowbit.formats import Format, ScaleRounding
 Array: TypeAlias = Any
 
 # Scale roundings that each stored type of scale has; the first one is taken when a format names none of them.
-_ROUNDINGS: dict[str, tuple[ScaleRounding, ...]] = {
+SCALE_ROUNDINGS: dict[str, tuple[ScaleRounding, ...]] = {
     "f32": ("none", "pow2"),
     "e8m0": ("rceil", "floor", "ceil", "even"),
     "e4m3": ("none",),
@@ -52,7 +52,7 @@ def quantize_spec(
     computed: bool,
 ) -> QuantizeSpec:
     """The static side of a call, from its keywords."""
-    known = _ROUNDINGS[fmt.scale.name]
+    known = SCALE_ROUNDINGS[fmt.scale.name]
     if scale_rounding is not None and scale_rounding not in known:
         errors.bad_value(
             "quantize",
@@ -88,7 +88,7 @@ def quantize_spec(
 
 def _given_scale(fmt: Format, scale: Array, grid: tuple[int, ...]) -> Array:
     """A caller's scale in the storage dtype and, from one value for all blocks, in the grid's shape."""
-    if isinstance(scale, (int, float)) and fmt.scale.name == "f32":
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool) and fmt.scale.name == "f32":
         scale = np.float32(scale)
     scale = jnp.asarray(scale)
     if np.dtype(scale.dtype) not in fmt.scale.accepts:
@@ -139,18 +139,6 @@ def _given_global(fmt: Format, outer: Array, batch: tuple[int, ...]) -> Array:
             fix="Give each matrix of the batch its own, or one for all.",
         )
     return outer
-
-
-def check_implementation(implementation: str | None) -> None:
-    """Raises ValueError for a name that is none."""
-    if implementation not in (None, "native", "xla"):
-        errors.bad_value(
-            "quantize",
-            "implementation",
-            expected="'native', 'xla' or None (the first that the platform has)",
-            got=repr(implementation),
-            fix="Pass one of these.",
-        )
 
 
 def checked_operands(

@@ -7,10 +7,10 @@ from typing import Any, Literal, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jaxlowbit import _ffi, errors
-from jaxlowbit._quantize_args import check_implementation, checked_operands, checked_values, quantize_spec
+from jaxlowbit import _dispatch, _ffi, errors
+from jaxlowbit._dispatch import Decision
+from jaxlowbit._quantize_args import checked_operands, checked_values, quantize_spec
 from jaxlowbit._quantize_native import native
 from jaxlowbit._quantize_xla import QuantizeSpec, poison_given, quantize_xla, two_level_scale
 from jaxlowbit.formats import Format, ScaleRounding, named
@@ -118,7 +118,7 @@ def fake_quantize(
     values = checked_values(x, axis)
     spec = quantize_spec(fmt, scale_rounding, rounding, key, amax_ub, computed=scale is None)
     rest = checked_operands(spec, values, scale, global_scale, key, offset)
-    check_implementation(implementation)
+    _dispatch.check_implementation("quantize", implementation)
     result = _straight_through(spec, implementation, values, *rest)
     return jnp.moveaxis(result, -1, axis).astype(jnp.asarray(x).dtype)  # float64 was narrowed on the way in
 
@@ -160,29 +160,27 @@ def _quantize(
     offset: int | Array,
     implementation: str | None,
 ) -> tuple[Array, Array, Array | None]:
-    check_implementation(implementation)
+    _dispatch.check_implementation("quantize", implementation)
     given, outer, rng = checked_operands(spec, x, scale, outer, key, offset)
-    codes, scales, outer = _refusing(spec, _choose(implementation), x, given, outer, rng)
+    codes, scales, outer = _refusing(spec, _choose(spec, x, implementation), x, given, outer, rng)
     return codes, scales, outer
 
 
-def _choose(implementation: str | None) -> str:
-    """``"xla"``, ``"native"``, or ``"auto"``: native where the program is compiled for a platform that has it."""
-    platform = jax.default_backend()
-    available, reason = _ffi.native_available(platform, _ffi.QUANTIZE)
-    if implementation == "native" and not available:
-        errors.unsupported("quantize", [reason], fix="Use implementation=None or 'xla', or see jaxlowbit.info().")
-    if implementation is not None:
-        return implementation
-    if not available and platform == "cpu":
-        # The CPU always has native kernels: not having them is a fault of the installation, worth a warning.
-        errors.warn_fallback("quantize", reason)
-    return "auto" if available else "xla"
+def _choose(spec: QuantizeSpec, x: Array, implementation: str | None) -> Decision:
+    decision = _dispatch.choose(
+        "quantize",
+        f"{spec.format.name} x={errors.describe(x)} rounding={'stochastic' if spec.stochastic else 'nearest'} "
+        f"scale_rounding={spec.scale_rounding}",
+        implementation,
+        kernel=_dispatch.tier_name,
+        xla_kernel="XLA: float32 arithmetic on whole blocks",
+    )
+    return _dispatch.without_kernel(decision, "the array is empty") if x.size == 0 else decision
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _refusing(
-    spec: QuantizeSpec, choice: str, x: Array, given: Array | None, outer: Array | None, rng: Array | None
+    spec: QuantizeSpec, choice: Decision, x: Array, given: Array | None, outer: Array | None, rng: Array | None
 ) -> tuple[Array, Array, Array | None]:
     return _run(spec, choice, _ffi.current_tier(), x, given, outer, rng)  # type: ignore[no-any-return]
 
@@ -205,7 +203,7 @@ def _straight_through(
     outer: Array | None,
     rng: Array | None,
 ) -> Array:
-    codes, scales, outer = _run(spec, _choose(implementation), _ffi.current_tier(), x, given, outer, rng)
+    codes, scales, outer = _run(spec, _choose(spec, x, implementation), _ffi.current_tier(), x, given, outer, rng)
     q = ScaledArray(codes, scales, outer, format=spec.format, last_dim=x.shape[-1])
     return q.dequantize(x.dtype)
 
@@ -218,7 +216,7 @@ def _identity(spec: QuantizeSpec, implementation: str | None, primals: Any, tang
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(
     spec: QuantizeSpec,
-    choice: str,
+    choice: Decision,
     tier: _ffi.Tier,
     x: Array,
     given: Array | None,
@@ -236,12 +234,7 @@ def _run(
     if fmt.two_level and outer is None:
         outer = two_level_scale(x, fmt, amax_ub=spec.amax_ub)
     xla = functools.partial(quantize_xla, spec)
-    if choice == "xla" or x.size == 0:
-        codes, scales = xla(x, given, outer, rng)
-    elif choice == "native":
-        codes, scales = native(spec, tier)(x, given, outer, rng)
-    else:
-        codes, scales = lax.platform_dependent(x, given, outer, rng, cpu=native(spec, tier), default=xla)
+    codes, scales = _dispatch.run(choice, native(spec, tier), xla, x, given, outer, rng)
     if one_row:
         codes, scales = codes[0], scales[0]
     return codes, scales, outer

@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "formats"),
     ("_libraries",),
     ("_ffi",),
-    ("_info", "_bits"),
+    ("_dispatch", "_info", "_bits"),
     ("_e8m0", "_stochastic"),
     ("codecs",),
     ("scaled_array",),
@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # Who may import the way to the native kernels, and who the libraries below it.
-FFI_USERS = {"quantize", "_quantize_native", "ops", "_info"}
+FFI_USERS = {"quantize", "_quantize_native", "ops", "_dispatch", "_info"}
 
 
 def tracked(*patterns: str) -> list[Path]:

@@ -288,6 +288,7 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "int for f32": (
         TypeError, r"scale: expected .*float32.*got int32", {"scale": np.ones((4, 1), "i4"), "format": "FP8_CHANNEL"},
     ),
+    "bool": (TypeError, r"scale: expected .*float32.*got bool", {"scale": True, "format": "FP8_TENSOR"}),
     "grid": (ValueError, r"scale: expected one value or shape \(4, 1\)", {"scale": np.full((4, 2), 127, np.uint8)}),
     "one level": (ValueError, r"global_scale: expected none: MXFP8 has one level", {"global_scale": 1.0}),
     "global shape": (

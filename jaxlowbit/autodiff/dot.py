@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlowbit import errors, quantize, sharding
+from jaxlowbit import _dispatch, errors, quantize, sharding
 from jaxlowbit.formats import Act, Format
-from jaxlowbit.ops import _activations, _dispatch, _operands
+from jaxlowbit.ops import _activations, _operands
 from jaxlowbit.ops import dot as ops_dot
 from jaxlowbit.ops._activations import Activation
 from jaxlowbit.ops.dot import DotOperands, DotSpec

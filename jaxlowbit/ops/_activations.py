@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxlowbit import errors
+from jaxlowbit._quantize_args import SCALE_ROUNDINGS
 from jaxlowbit.formats import FORMATS, FP8_TENSOR, Act, Format
 
 Array = Any
@@ -65,6 +68,16 @@ def resolve_act(op: str, act: Any, act_scale: Any, weight: Format) -> tuple[Acti
             got=fmt.name,
             fix="Rows of activations are independent: use FP8_1X128, FP8_CHANNEL, FP8_TENSOR, MXFP8, MXFP4 or NVFP4.",
         )
+    roundings = SCALE_ROUNDINGS[fmt.scale.name]
+    if named_act.scale_rounding not in (None, *roundings):
+        errors.bad_value(
+            op,
+            "act",
+            expected=f"an Act whose scale_rounding is one of {list(roundings)} for the {fmt.scale.name} scales of "
+            f"{fmt.name}, or None",
+            got=f"scale_rounding={named_act.scale_rounding!r}",
+            fix="Leave it None for the format's own.",
+        )
     if scale is not None and fmt.block != (None, None) and not fmt.two_level:
         errors.bad_value(
             op,
@@ -72,6 +85,14 @@ def resolve_act(op: str, act: Any, act_scale: Any, weight: Format) -> tuple[Acti
             expected=f"None with {fmt.name}, whose scales come from the data",
             got=scale,
             fix="A static scale goes with act='dynamic' or FP8_TENSOR (per tensor), or NVFP4 (its global scale).",
+        )
+    if scale is not None and not fmt.two_level and (named_act.scale_rounding or named_act.amax_ub is not None):
+        errors.bad_value(
+            op,
+            "act_scale",
+            expected="no scale_rounding and no amax_ub in act beside a static scale, which is used as it is",
+            got=f"scale_rounding={named_act.scale_rounding!r}, amax_ub={named_act.amax_ub!r}",
+            fix=f"Pass act={fmt.name} without them, or drop act_scale so that the scale is computed.",
         )
     return Activation(named_act, static=scale is not None), scale
 
@@ -85,6 +106,16 @@ def _act_scale(op: str, act_scale: Any) -> Array:
             expected="one floating-point number, shape () or (1,)",
             got=scale,
             fix="A static activation scale is one multiplier per tensor.",
+        )
+    # The value of a traced scale is not known, nor that of one whose shards lie with other processes.
+    known = not isinstance(act_scale, jax.core.Tracer) and getattr(act_scale, "is_fully_addressable", True)
+    if known and np.asarray(act_scale).astype(np.float64).item() < 0:
+        errors.bad_value(
+            op,
+            "act_scale",
+            expected="a multiplier that is not negative",
+            got=str(np.asarray(act_scale).item()),
+            fix="Value = code * scale, and codes carry the sign: pass its magnitude.",
         )
     return scale.astype(jnp.float32).reshape(())
 

@@ -71,13 +71,16 @@ def check_x(op: str, x: Any, k: int) -> Array:
 
 
 def check_out_dtype(op: str, preferred: Any, default: Any) -> str:
-    dtype = np.dtype(default if preferred is None else preferred)
+    try:
+        dtype = np.dtype(default if preferred is None else preferred)
+    except (TypeError, ValueError):  # NumPy knows no such dtype, and says so without naming the argument
+        dtype = None
     if dtype not in FLOATS:
         errors.bad_type(
             op,
             "preferred_element_type",
             expected=_FLOAT_NAMES,
-            got=str(dtype),
+            got=repr(preferred) if dtype is None else str(dtype),
             fix="Quantize the result afterwards with jaxlowbit.quantize if low-bit output is wanted.",
         )
     return str(dtype.name)
@@ -152,7 +155,7 @@ def _matrix(op: str, w: Array) -> None:
 
 
 def _scale_array(op: str, s: Any) -> Array:
-    if isinstance(s, (int, float)):
+    if isinstance(s, (int, float)) and not isinstance(s, bool):
         s = jnp.float32(s)
     accepted = (*F32_SCALE.accepts, *E8M0_SCALE.accepts, _E4M3)
     if not hasattr(s, "dtype") or np.dtype(s.dtype) not in accepted:

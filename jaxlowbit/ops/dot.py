@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlowbit import _ffi
+from jaxlowbit import _dispatch, _ffi
 from jaxlowbit.formats import Format
-from jaxlowbit.ops import _dispatch
 from jaxlowbit.ops._config import DotProblem, dot_config
 from jaxlowbit.scaled_array import decode_elements, decode_scale, expand_axis
 
@@ -173,7 +172,7 @@ def _dispatched(spec: DotSpec, operands: DotOperands) -> Array:
         problem,
         spec.implementation,
         kernel=lambda: _ffi.dot_kernel(config, problem.lhs_dtype, problem.m, problem.n, problem.k),
-        batch_invariant=False,
+        xla_kernel="XLA: dequantize in bounded tiles, float32 dot",
     )
     native = functools.partial(_native, problem, tier)
     return _dispatch.run(decision, native, functools.partial(dot_xla, problem), operands)

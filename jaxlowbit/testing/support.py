@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowbit import formats
+from jaxlowbit._dispatch import explain, native_on
 from jaxlowbit.autodiff.dot import fp4_dot, fp8_dot
-from jaxlowbit.ops._dispatch import explain, native_on
 from jaxlowbit.quantize import quantize
 
 _HEADER = (

@@ -19,6 +19,7 @@ F4 = jlb.quantize(jnp.ones((N, K)), jlb.NVFP4)
 MX = jlb.quantize(jnp.ones((N, K)), jlb.MXFP4)
 X = jnp.ones((2, K))
 E5 = jlb.quantize(jnp.ones((N, K)), jlb.FP8_1X128.with_element("e5m2"))
+NEGATIVE = jnp.full((1,), -2.0, jnp.bfloat16)  # outside the refusal's trace: known
 
 
 def fp8(**kw: Any) -> Any:
@@ -49,6 +50,7 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "s missing": (lambda: fp8(s=None), ValueError, r"s: .*None.*multipliers"),
     "s int32": (lambda: fp8(s=jnp.ones((N,), jnp.int32)), TypeError, r"s: .*multipliers"),
+    "s bool": (lambda: fp8(s=True), TypeError, r"fp8_dot: s: .*got True.*multipliers"),
     "s e4m3": (lambda: fp8(s=jnp.ones((N, 4), jnp.float8_e4m3fn)), TypeError, r"s: .*NVFP4"),
     "s wrong shape": (lambda: fp8(s=jnp.ones((5,))), ValueError, r"s: .*\(24,\).*\(1, 1\).*block_shape"),
     "s needs block_shape": (lambda: fp8(s=jnp.ones((N, 2))), ValueError, r"block_shape"),
@@ -71,6 +73,11 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         r"preferred_element_type: .*quantize",
     ),
+    "output unknown": (
+        lambda: fp8(preferred_element_type="foo"),
+        TypeError,
+        r"fp8_dot: preferred_element_type: expected bfloat16.*got 'foo'.*quantize",
+    ),
     "implementation": (lambda: fp8(implementation="cuda"), ValueError, r"implementation: .*native"),
     "act_scale without act": (lambda: fp8(act=None, act_scale=jnp.float32(1)), ValueError, r"act_scale"),
     "act_scale vector": (lambda: fp8(act_scale=jnp.ones((2,))), ValueError, r"act_scale: .*one"),
@@ -79,6 +86,32 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: fp8(act=jlb.FP8_1X128, act_scale=jnp.float32(1)),
         ValueError,
         r"act_scale: .*FP8_1X128",
+    ),
+    "act_scale negative": (lambda: fp8(act_scale=-0.5), ValueError, r"fp8_dot: act_scale: .*got -0.5.*magnitude"),
+    "act_scale negative array": (
+        lambda: fp4(act=jlb.NVFP4, act_scale=NEGATIVE),
+        ValueError,
+        r"fp4_dot: act_scale: .*not negative; got -2.0",
+    ),
+    "act_scale with amax_ub": (
+        lambda: fp8(act=jlb.Act(jlb.FP8_TENSOR, amax_ub=1.0), act_scale=1.0),
+        ValueError,
+        r"fp8_dot: act_scale: .*used as it is; got scale_rounding=None, amax_ub=1.0.*drop act_scale",
+    ),
+    "act_scale with scale_rounding": (
+        lambda: fp4(act=jlb.Act(jlb.FP8_TENSOR, scale_rounding="pow2"), act_scale=1.0),
+        ValueError,
+        r"fp4_dot: act_scale: .*got scale_rounding='pow2', amax_ub=None.*act=FP8_TENSOR",
+    ),
+    "act scale_rounding of another scale": (
+        lambda: fp8(act=jlb.Act(jlb.FP8_1X128, scale_rounding="rceil")),
+        ValueError,
+        r"fp8_dot: act: .*\['none', 'pow2'\].*FP8_1X128.*got scale_rounding='rceil'",
+    ),
+    "act scale_rounding beside act_scale": (
+        lambda: fp4(act=jlb.Act(jlb.NVFP4, scale_rounding="pow2"), act_scale=1.0),
+        ValueError,
+        r"fp4_dot: act: .*\['none'\].*NVFP4",
     ),
     "act unknown": (lambda: fp8(act="static"), ValueError, r"act: .*dynamic"),
     "act 128x128": (lambda: fp8(act=jlb.FP8_128X128), ValueError, r"act: .*one row"),

@@ -167,7 +167,8 @@ def _records(problem: Problem, shape: str, candidates: list[timing.Candidate]) -
         for act in FORMATS_TIMED[format_name]:
             ours = by_name[f"{format_name} act={act} best"]
             dot = jaxlowbit.fp4_dot if weight.format.element.packed else jaxlowbit.fp8_dot
-            taken = jaxlowbit.explain(functools.partial(dot, act=act), problem.x, weight).decisions[0]
+            decisions = jaxlowbit.explain(functools.partial(dot, act=act), problem.x, weight).decisions
+            (taken,) = [d for d in decisions if d.op == dot.__name__]
             record = {
                 "bench": "dense", "shape": shape, "m": m, "n": n, "k": k, "format": format_name, "act": act,
                 "implementation": taken.implementation, "kernel": taken.kernel, "reason": taken.reason,

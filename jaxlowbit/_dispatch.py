@@ -22,11 +22,12 @@ class Decision:
     Attributes:
       op: public name of the operation.
       problem: its static facts, printable.
-      platform: the platform asked about (``jax.default_backend()`` at trace time).
+      platform: the platform of the default device at trace time; the fields below are about it.
       implementation: ``"native"`` or ``"xla"``.
       kernel: the kernel configuration in words.
-      reason: why this implementation.
-      batch_invariant: whether a row of the output is independent of the other rows of the call.
+      reason: why this implementation; never empty.
+      lowering: what the program holds, whatever platform it is lowered for: ``"native"`` (and lowering it for another
+        platform raises), ``"xla"``, or ``"by platform"``, native on the CPU and XLA elsewhere.
     """
 
     op: str
@@ -35,12 +36,11 @@ class Decision:
     implementation: str
     kernel: str
     reason: str
-    batch_invariant: bool
+    lowering: str
 
     def __str__(self) -> str:
-        invariant = "batch-invariant" if self.batch_invariant else "not batch-invariant"
         return (
-            f"{self.op}: {self.problem}\n  on {self.platform}: {self.implementation} ({self.kernel}; {invariant})"
+            f"{self.op}: {self.problem}\n  on {self.platform}: {self.implementation} ({self.kernel})"
             f"\n  because {self.reason}"
         )
 
@@ -63,59 +63,98 @@ def check_implementation(op: str, implementation: str | None) -> None:
 
 
 def platform() -> str:
-    """The platform decisions are made for; ``gpu`` counts as ``cuda`` unless it is ROCm's."""
-    name = jax.default_backend()
+    """The platform decisions are made for: that of ``jax_default_device`` where it is set, else the default backend's.
+
+    ``gpu`` counts as ``cuda`` unless it is ROCm's.
+    """
+    config: Any = jax.config  # whose type does not list the options
+    device = config.jax_default_device
+    name = device if isinstance(device, str) else jax.default_backend() if device is None else device.platform
     if name == "gpu":
-        version = getattr(jax.devices()[0].client, "platform_version", "")
+        first = device if hasattr(device, "client") else jax.devices()[0]
+        version = getattr(first.client, "platform_version", "")
         return "rocm" if "rocm" in version.lower() else "cuda"
-    return name
+    return str(name)
+
+
+_TARGETS = {"quantize": _ffi.QUANTIZE}  # every other op is a product
 
 
 def native_on(op: str, target: str) -> tuple[bool, str]:
     """Whether the native library has a kernel for this op on that platform, and the reason in words."""
     if target != "cpu":
         return False, f"this version has no native {op} kernel for platform {target!r}"
-    return _ffi.native_available("cpu")
+    available, reason = _ffi.native_available("cpu", _TARGETS.get(op, _ffi.DOT))
+    if not available:
+        return False, reason
+    how = "is the best tier of this machine" if _ffi.current_tier() is _ffi.Tier.AUTO else "is forced"
+    return True, f"the CPU library serves it; tier {tier_name()} {how}"
+
+
+def tier_name() -> str:
+    """The tier of the CPU library that native calls traced here take, for example ``"avx512"``."""
+    tier = _ffi.current_tier()
+    return (_ffi.available_tiers()[-1] if tier is _ffi.Tier.AUTO else tier).name.lower()
 
 
 def choose(
-    op: str, problem: Any, implementation: str | None, *, kernel: Callable[[], str], batch_invariant: bool
+    op: str, problem: Any, implementation: str | None, *, kernel: Callable[[], str], xla_kernel: str
 ) -> Decision:
-    """Decides and records. Raises UnsupportedError where ``"native"`` was asked for and cannot serve."""
+    """Decides and records. Raises UnsupportedError where ``"native"`` was asked for and cannot serve.
+
+    None leaves the choice to the platform that the program is lowered for: a computation may be placed on the CPU of
+    a host whose default device is another.
+    """
     check_implementation(op, implementation)
     where = platform()
     available, reason = native_on(op, where)
     if implementation == "native" and not available:
         errors.unsupported(
-            op, [f"{problem}: {reason}"], fix="Use implementation=None or 'xla', or see jaxlowbit.info()."
+            op,
+            [f"{problem}: {reason}"],
+            fix="Use implementation=None or 'xla', or see jaxlowbit.info(). For the CPU of a host with another default "
+            "device, make it the default: jax.default_device(jax.devices('cpu')[0]).",
         )
-    native = available and implementation != "xla"
+    lowering = implementation
     if implementation == "xla":
         reason = "implementation='xla' was asked for"
-    elif not native and where == "cpu":
-        # The CPU always has native kernels: not having them here is a fault of the installation, worth a warning.
-        errors.warn_fallback(op, reason)
+    elif implementation is None:
+        on_cpu, cpu_reason = native_on(op, "cpu")
+        lowering = "by platform" if on_cpu else "xla"
+        if where != "cpu":
+            reason += f"; on a CPU device: {cpu_reason}"
+        elif not on_cpu:
+            # The CPU always has native kernels: not having them here is a fault of the installation, worth a warning.
+            errors.warn_fallback(op, reason)
+    native = available and implementation != "xla"
     return Decision(
         op=op,
         problem=str(problem),
         platform=where,
         implementation="native" if native else "xla",
-        kernel=kernel() if native else "XLA: dequantize in bounded tiles, float32 dot",
+        kernel=kernel() if native else xla_kernel,
         reason=reason,
-        batch_invariant=batch_invariant if native else False,
+        lowering=str(lowering),
     )
+
+
+def without_kernel(decision: Decision, reason: str) -> Decision:
+    """The decision for a call with nothing to compute, which needs no kernel on any platform."""
+    return dataclasses.replace(decision, implementation="xla", kernel="none", reason=reason, lowering="xla")
 
 
 def run(decision: Decision, native: Callable[..., Any], xla: Callable[..., Any], *args: Any) -> Any:
     """Calls the chosen implementation under a jitted function whose name leads back to the decision.
 
-    A native choice still lowers for other platforms (cross-lowering, multi-platform export): there the XLA
-    implementation stands in, unless native was asked for by name.
+    Where nothing was named, one program holds the native kernel for the CPU and XLA for every other platform
+    (cross-lowering, multi-platform export). Native by name has no stand-in: lowering it for another platform raises.
     """
 
     def call(*operands: Any) -> Any:
-        if decision.implementation == "xla":
+        if decision.lowering == "xla":
             return xla(*operands)
+        if decision.lowering == "native":
+            return jax.lax.platform_dependent(*operands, cpu=native)
         return jax.lax.platform_dependent(*operands, cpu=native, default=xla)
 
     digest = hashlib.sha256(repr(decision).encode()).hexdigest()[:10]
@@ -135,7 +174,7 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The decisions of every jaxlowbit product in a function, in the order of its jaxpr."""
+    """The decisions of every jaxlowbit operation in a function (products and quantizers), in the order of its jaxpr."""
 
     decisions: tuple[Decision, ...]
 
@@ -149,6 +188,8 @@ class Explanation:
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Which implementation and kernel configuration each jaxlowbit operation of ``fn(*args, **kwargs)`` takes, and why.
+
+    Operations are the products, forward and backward, and the quantizers, those inside products included.
 
     Args:
       fn: any traceable function that calls jaxlowbit (jitted or not, with gradients or not).
