@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxlowbit import _dispatch, _ffi, errors
+from jaxlowbit import _dispatch, _ffi, errors, sharding
 from jaxlowbit._dispatch import Decision
 from jaxlowbit._quantize_args import checked_operands, checked_values, quantize_spec
 from jaxlowbit._quantize_native import native
@@ -119,7 +119,8 @@ def fake_quantize(
     spec = quantize_spec(fmt, scale_rounding, rounding, key, amax_ub, computed=scale is None)
     rest = checked_operands(spec, values, scale, global_scale, key, offset)
     _dispatch.check_implementation("quantize", implementation)
-    result = _straight_through(spec, implementation, values, *rest)
+    call = functools.partial(_straight_through, spec, implementation)
+    result = sharding.explicit_quantize(call, fmt, values, *rest, values=True)
     return jnp.moveaxis(result, -1, axis).astype(jnp.asarray(x).dtype)  # float64 was narrowed on the way in
 
 
@@ -162,7 +163,8 @@ def _quantize(
 ) -> tuple[Array, Array, Array | None]:
     _dispatch.check_implementation("quantize", implementation)
     given, outer, rng = checked_operands(spec, x, scale, outer, key, offset)
-    codes, scales, outer = _refusing(spec, _choose(spec, x, implementation), x, given, outer, rng)
+    call = functools.partial(_refusing, spec, _choose(spec, x, implementation))
+    codes, scales, outer = sharding.explicit_quantize(call, spec.format, x, given, outer, rng, values=False)
     return codes, scales, outer
 
 
@@ -224,6 +226,19 @@ def _run(
     rng: Array | None,
 ) -> tuple[Array, Array, Array | None]:
     """Codes, scales and global scale. ``tier`` is a static argument so that the cache tells forced tiers apart."""
+    return sharding.mapped(functools.partial(_one, spec, choice, tier))(x, given, outer, rng)  # type: ignore[no-any-return]
+
+
+def _one(
+    spec: QuantizeSpec,
+    choice: Decision,
+    tier: _ffi.Tier,
+    x: Array,
+    given: Array | None,
+    outer: Array | None,
+    rng: Array | None,
+) -> tuple[Array, Array, Array | None]:
+    x, given, outer, rng = sharding.align_vma((x, given, outer, rng))
     fmt = spec.format
     one_row = x.ndim == 1
     if one_row:

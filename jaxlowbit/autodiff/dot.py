@@ -157,8 +157,17 @@ def scaled_dot(
     bias = _operands.check_bias(op, bias, rhs.rows)
     out_dtype = _operands.check_out_dtype(op, preferred_element_type, jnp.bfloat16)
     spec = LayerSpec(op, out_dtype, str(lhs.data.dtype), Activation(None), implementation)
-    out: jax.Array = _call(spec, _flatten_lhs(lhs), None, rhs, bias)
-    return out.reshape(*lhs.shape[:-1], rhs.rows)
+    out: jax.Array = sharding.explicit(
+        op,
+        functools.partial(_flat, spec),
+        lhs,
+        rhs,
+        bias,
+        act_format=None,
+        act_scale=None,
+        out_dtype=out_dtype,
+    )
+    return out
 
 
 def _layer(
@@ -192,36 +201,18 @@ def _layer(
 
 
 def _flat(
-    spec: LayerSpec, x: Array, act_scale: Array | None, weight: ScaledArray, bias: Array | None, out_dtype: str
+    spec: LayerSpec,
+    x: Array | ScaledArray,
+    act_scale: Array | None,
+    weight: ScaledArray,
+    bias: Array | None,
+    out_dtype: str,
 ) -> Array:
     """Leading dimensions become rows; ``math.prod`` because -1 cannot be inferred when K is 0."""
     spec = dataclasses.replace(spec, out_dtype=out_dtype)
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    rows = ops_dot.flatten_lhs(x) if isinstance(x, ScaledArray) else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     out = _call(spec, rows, act_scale, weight, bias)
     return out.reshape(*x.shape[:-1], weight.rows)
-
-
-def _flatten_lhs(lhs: ScaledArray) -> ScaledArray:
-    """A quantized left operand as one matrix. With leading dimensions each row gets scales of its own."""
-    if lhs.ndim == 2:
-        return lhs
-    m, fmt = math.prod(lhs.shape[:-1]), lhs.format
-    data = lhs.data.reshape(m, lhs.data.shape[-1])
-    if lhs.ndim == 1:
-        return dataclasses.replace(lhs, data=data, scale=lhs.scale[None], format=fmt.with_block(1, fmt.block[1]))
-    block_rows = fmt.resolve_block(lhs.rows, lhs.k)[0]
-    scale = ops_dot.rows_scale(lhs.scale, block_rows, lhs.rows)
-    outer = lhs.global_scale
-    if outer is not None:
-        # One global scale per matrix of the batch becomes one per row: two-level row scales keep their two levels.
-        outer = jnp.broadcast_to(outer[..., None], lhs.shape[:-1]).reshape(m)
-    return dataclasses.replace(
-        lhs,
-        data=data,
-        scale=scale.reshape(m, scale.shape[-1]),
-        global_scale=outer,
-        format=fmt.with_block(1, fmt.block[1]),
-    )
 
 
 def _call(spec: LayerSpec, lhs: Any, act_scale: Array | None, weight: ScaledArray, bias: Array | None) -> Array:
@@ -252,6 +243,15 @@ def _jitted(op: str) -> Callable[..., Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(spec: LayerSpec, lhs: Any, act_scale: Array | None, weight: ScaledArray, bias: Array | None) -> Array:
+    return _forward(spec)(lhs, act_scale, weight, bias)
+
+
+@functools.cache
+def _forward(spec: LayerSpec) -> Callable[..., Array]:
+    return sharding.mapped(functools.partial(_product, spec))
+
+
+def _product(spec: LayerSpec, lhs: Any, act_scale: Array | None, weight: ScaledArray, bias: Array | None) -> Array:
     operands, lhs_format = _left(spec, lhs, act_scale)
     dot_spec = DotSpec(
         spec.op, lhs_format, weight.format, weight.k, spec.out_dtype, implementation=spec.implementation
@@ -290,6 +290,15 @@ _dot.defvjp(_dot_fwd, _dot_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dx(spec: LayerSpec, g: Array, weight: ScaledArray) -> Array:
     """``g @ dequantize(weight)``: ``(M, N)`` -> ``(M, K)`` in the primal's dtype, float32 accumulation."""
+    return _backward(spec)(g, weight)
+
+
+@functools.cache
+def _backward(spec: LayerSpec) -> Callable[..., Array]:
+    return sharding.mapped(functools.partial(_dx_product, spec))
+
+
+def _dx_product(spec: LayerSpec, g: Array, weight: ScaledArray) -> Array:
     pieces = _pieces(weight)
     out_dtype = spec.lhs_dtype if len(pieces) == 1 else "float32"
     total = None

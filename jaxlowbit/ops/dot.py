@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from jax import lax
 from jaxlowbit import _dispatch, _ffi
 from jaxlowbit.formats import Format
 from jaxlowbit.ops._config import DotProblem, dot_config
-from jaxlowbit.scaled_array import decode_elements, decode_scale, expand_axis
+from jaxlowbit.scaled_array import ScaledArray, decode_elements, decode_scale, expand_axis
 
 Array = Any
 
@@ -137,6 +138,29 @@ def rows_scale(scale: Array, block_rows: int, rows: int) -> Array:
     """A scale grid ``(..., grid_rows, grid_k)`` with one scale per row, ``(..., rows, grid_k)``."""
     scale = expand_axis(scale, -2, block_rows, rows)
     return jnp.broadcast_to(scale, (*scale.shape[:-2], rows, scale.shape[-1]))
+
+
+def flatten_lhs(lhs: ScaledArray) -> ScaledArray:
+    """A quantized left operand as one matrix. With leading dimensions each row gets scales of its own."""
+    if lhs.ndim == 2:
+        return lhs
+    m, fmt = math.prod(lhs.shape[:-1]), lhs.format
+    data = lhs.data.reshape(m, lhs.data.shape[-1])
+    if lhs.ndim == 1:
+        return dataclasses.replace(lhs, data=data, scale=lhs.scale[None], format=fmt.with_block(1, fmt.block[1]))
+    block_rows = fmt.resolve_block(lhs.rows, lhs.k)[0]
+    scale = rows_scale(lhs.scale, block_rows, lhs.rows)
+    outer = lhs.global_scale
+    if outer is not None:
+        # One global scale per matrix of the batch becomes one per row: two-level row scales keep their two levels.
+        outer = jnp.broadcast_to(outer[..., None], lhs.shape[:-1]).reshape(m)
+    return dataclasses.replace(
+        lhs,
+        data=data,
+        scale=scale.reshape(m, scale.shape[-1]),
+        global_scale=outer,
+        format=fmt.with_block(1, fmt.block[1]),
+    )
 
 
 def _flatten_into_batch(spec: DotSpec, size: int, mask: DotOperands, ops: DotOperands) -> Array:
