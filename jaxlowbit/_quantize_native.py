@@ -61,7 +61,7 @@ def _call_kernel(
     fmt = spec.format
     batch, (rows, columns) = x.shape[:-2], x.shape[-2:]
     grid = fmt.grid(rows, columns)
-    block_rows, block_columns = fmt.resolve_block(rows, columns)
+    block_columns = fmt.resolve_block(rows, columns)[1]
     stored = spec.stored_columns(columns)
     x = x.reshape(-1, rows, columns)
     if stored != columns:
@@ -74,8 +74,8 @@ def _call_kernel(
     config = _ffi.QuantizeConfig(
         element=_ELEMENTS[fmt.element.name],
         scale_kind=_SCALES[fmt.scale.name],
-        block_r=block_rows,
-        block_c=block_columns,
+        block_r=fmt.kernel_block(rows, columns)[0],
+        block_c=fmt.kernel_block(rows, columns)[1],
         scale_rounding=_ffi.ScaleRounding[spec.scale_rounding.upper()],
         stochastic=int(spec.stochastic),
         given=int(given is not None),

@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeAlias
 import ml_dtypes
 import numpy as np
 
+_ANY_EXTENT = 2**31 - 1
+
 ScaleRounding: TypeAlias = Literal["none", "rceil", "floor", "ceil", "even", "pow2"]
 
 
@@ -115,6 +117,20 @@ class Format:
         """The block in numbers for a matrix of ``(rows, k)`` values; at least 1 in each axis."""
         return (self.block[0] or max(rows, 1), self.block[1] or max(k, 1))
 
+    def kernel_block(self, rows: int, k: int) -> tuple[int, int]:
+        """The block as the 32-bit numbers that kernels take.
+
+        Past the extent all blocks are alike, and so they are for an extent that is not known yet (shape-polymorphic
+        export), which no comparison with a block must decide.
+        """
+
+        def clamped(block: int | None, extent: Any) -> int:
+            if not isinstance(extent, int):
+                return _ANY_EXTENT if block is None else min(block, _ANY_EXTENT)
+            return max(1, extent if block is None else min(block, extent))
+
+        return (clamped(self.block[0], rows), clamped(self.block[1], k))
+
     def grid(self, rows: int, k: int) -> tuple[int, int]:
         """Shape of the scale grid: ``ceil(rows / block_rows), ceil(k / block_k)``."""
         block_rows, block_k = self.resolve_block(rows, k)
@@ -205,5 +221,7 @@ class Act:
     amax_ub: float | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.format, Format):
+            raise TypeError(f"Act: expected a Format such as jaxlowbit.FP8_1X128, got {self.format!r}")
         if self.amax_ub is not None and not self.amax_ub > 0:
             raise ValueError(f"Act: expected amax_ub > 0, got {self.amax_ub}")

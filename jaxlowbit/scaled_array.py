@@ -18,7 +18,7 @@ from jaxlowbit.formats import Format
 Array = Any
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class ScaledArray:
     """A quantized array: ``value = decode(data) * decode(scale) [* global_scale]``.
 

@@ -49,8 +49,8 @@ MUTANTS = (
         "xla-transposed-block",
         "rows and columns of a weight's scale block exchanged, XLA",
         DOT_PY,
-        "block_rows, block_k = fmt.resolve_block(problem.n, problem.k)",
-        "block_k, block_rows = fmt.resolve_block(problem.n, problem.k)",
+        "block_rows, block_k = fmt.kernel_block(problem.n, problem.k)",
+        "block_k, block_rows = fmt.kernel_block(problem.n, problem.k)",
         (f"{FORWARD}[explicit-float32-xla]",),
     ),
     Mutant(

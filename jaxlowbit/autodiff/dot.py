@@ -253,9 +253,7 @@ def _forward(spec: LayerSpec) -> Callable[..., Array]:
 
 def _product(spec: LayerSpec, lhs: Any, act_scale: Array | None, weight: ScaledArray, bias: Array | None) -> Array:
     operands, lhs_format = _left(spec, lhs, act_scale)
-    dot_spec = DotSpec(
-        spec.op, lhs_format, weight.format, weight.k, spec.out_dtype, implementation=spec.implementation
-    )
+    dot_spec = DotSpec(spec.op, lhs_format, weight.format, weight.k, spec.out_dtype, implementation=spec.implementation)
     parts = []
     for (start, stop), segment in _pieces(weight):
         piece = None if bias is None else bias[None, start:stop]
@@ -326,9 +324,7 @@ def _dx_fwd(spec: LayerSpec, g: Array, weight: ScaledArray) -> tuple[Array, tupl
 def _dx_bwd(spec: LayerSpec, residuals: tuple[ScaledArray, Array], ct: Array) -> tuple[Any, ...]:
     """The transpose of a linear map is the forward product again, without activation quantization."""
     weight, g_like = residuals
-    plain = dataclasses.replace(
-        spec, out_dtype=str(g_like.dtype), lhs_dtype=str(ct.dtype), activation=Activation(None)
-    )
+    plain = dataclasses.replace(spec, out_dtype=str(g_like.dtype), lhs_dtype=str(ct.dtype), activation=Activation(None))
     return _dot(plain, ct, None, weight, None), _frozen_cotangent(weight)
 
 
@@ -361,7 +357,12 @@ def _left(spec: LayerSpec, lhs: Any, act_scale: Array | None) -> tuple[DotOperan
     x, fmt = lhs[None], act.format
     static_scale = static_global = None
     if fmt.two_level:
-        static_global = act_scale.reshape(1) if spec.activation.static else quantize.two_level_scale(x, fmt)  # type: ignore[union-attr]
+        bound = math.inf if act.amax_ub is None else act.amax_ub
+        static_global = (
+            act_scale.reshape(1)  # type: ignore[union-attr]
+            if spec.activation.static
+            else quantize.two_level_scale(x, fmt, amax_ub=bound)
+        )
     elif spec.activation.static:
         static_scale = act_scale.reshape(1, 1, 1)  # type: ignore[union-attr]
     codes, scale = quantize.quantize_rows(
@@ -393,6 +394,4 @@ def _with_weight(operands: DotOperands, weight: ScaledArray, bias: Array | None)
             outer = jnp.concatenate(spans)
         outer = outer.reshape(1, -1)
     scale = jnp.asarray(weight.scale)
-    return dataclasses.replace(
-        operands, rhs=weight.data[None], rhs_scale=scale[None], rhs_global=outer, bias=bias
-    )
+    return dataclasses.replace(operands, rhs=weight.data[None], rhs_scale=scale[None], rhs_global=outer, bias=bias)

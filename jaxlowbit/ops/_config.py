@@ -48,8 +48,8 @@ class DotProblem:
 def dot_config(problem: DotProblem, tier: _ffi.Tier) -> _ffi.DotConfig:
     """The attributes of the CPU kernel for a problem; ``tier`` AUTO lets the library choose."""
     lhs, rhs = problem.lhs_format, problem.rhs_format
-    lhs_block = lhs.resolve_block(problem.m, problem.k) if lhs else (1, 1)
-    rhs_block = rhs.resolve_block(problem.n, problem.k)
+    lhs_block = lhs.kernel_block(problem.m, problem.k) if lhs else (1, 1)
+    rhs_block = rhs.kernel_block(problem.n, problem.k)
     return _ffi.DotConfig(
         lhs_element=_ELEMENTS[lhs.element.name] if lhs else _ffi.Element.PLAIN,
         lhs_scale_kind=_SCALES[lhs.scale.name] if lhs else _ffi.ScaleKind.NONE,

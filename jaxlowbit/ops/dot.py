@@ -167,9 +167,11 @@ def _flatten_into_batch(spec: DotSpec, size: int, mask: DotOperands, ops: DotOpe
     """Weights differ: the vmapped axis joins the kernel's batch. ``(V, B, ...)`` -> ``(V * B, ...)``."""
     names = [f.name for f in dataclasses.fields(DotOperands)]
     wide = {name: _broadcast(size, mask, ops, name) for name in names}
-    flat = DotOperands(**{n: None if v is None else v.reshape(-1, *v.shape[2:]) for n, v in wide.items()})
-    out = dot(spec, flat)
-    return out.reshape(size, -1, *out.shape[1:])
+    # The extent in numbers: reshape cannot infer it where another one is 0.
+    batch = ops.lhs.shape[1] if _leaf(mask, "lhs") else ops.lhs.shape[0]
+    flat = {n: None if v is None else v.reshape(size * batch, *v.shape[2:]) for n, v in wide.items()}
+    out = dot(spec, DotOperands(**flat))
+    return out.reshape(size, batch, *out.shape[1:])
 
 
 def problem_of(spec: DotSpec, operands: DotOperands) -> DotProblem:
@@ -258,9 +260,7 @@ def dot_xla(problem: DotProblem, operands: DotOperands) -> Array:
     def columns(start: Array | int) -> Array:
         weights = _weight_tile(problem, operands, start, tile)
         pattern = "bmn,bnk->bmk" if problem.transposed else "bmk,bnk->bmn"
-        return jnp.einsum(
-            pattern, lhs, weights, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-        )
+        return jnp.einsum(pattern, lhs, weights, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
     if count == 1:
         out = columns(0)
@@ -297,7 +297,7 @@ def _lhs_values(problem: DotProblem, operands: DotOperands) -> Array:
     if fmt is None:
         return operands.lhs.astype(jnp.float32)
     values = decode_elements(operands.lhs, fmt, problem.k)
-    block_rows, block_k = fmt.resolve_block(problem.m, problem.k)
+    block_rows, block_k = fmt.kernel_block(problem.m, problem.k)
     scale = decode_scale(operands.lhs_scale, fmt)
     scale = expand_axis(expand_axis(scale, -1, block_k, problem.k), -2, block_rows, problem.m)
     values = values * scale
@@ -310,7 +310,7 @@ def _weight_tile(problem: DotProblem, operands: DotOperands, start: Array | int,
     """``size`` output columns of dequantized weights: rows of W, or columns of W in the transposed product."""
     fmt = problem.rhs_format
     per_byte = fmt.element.per_byte
-    block_rows, block_k = fmt.resolve_block(problem.n, problem.k)
+    block_rows, block_k = fmt.kernel_block(problem.n, problem.k)
     outer = operands.rhs_global
     if problem.transposed:
         stored = -(-size // per_byte)

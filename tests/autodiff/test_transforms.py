@@ -209,3 +209,26 @@ def test_unused_product_is_dropped() -> None:
     q = layers.weight(jlb.FP8_128X128, 40, 160)
     f = jax.jit(lambda x: (jlb.fp8_dot(x, q, implementation="native"), x)[1])
     assert "jaxlowbit_dot" not in f.lower(jnp.zeros((8, 160))).compile().as_text()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("v", "m", "n", "k"), [(0, 2, 4, 32), (3, 0, 4, 32), (3, 2, 0, 32), (3, 2, 4, 0)])
+def test_vmap_over_weights_of_empty_extents(v: int, m: int, n: int, k: int, implementation: str) -> None:
+    q = jax.tree.map(
+        lambda leaf: jnp.zeros((v, *leaf.shape), leaf.dtype), jlb.quantize(jnp.ones((n, k)), jlb.FP8_CHANNEL)
+    )
+    f = lambda x, q: layers.call(x, q, act=None, implementation=implementation)  # noqa: E731
+    np.testing.assert_array_equal(jax.vmap(f)(jnp.ones((v, m, k)), q), np.zeros((v, m, n), np.float32))
+    dx = jax.vmap(jax.grad(lambda x, q: f(x, q).sum()))(jnp.ones((v, m, k)), q)
+    np.testing.assert_array_equal(dx, np.zeros((v, m, k), np.float32))
+
+
+@pytest.mark.parametrize("act", [jlb.FP8_TENSOR, "static", jlb.FP8_CHANNEL, jlb.FP8_1X128], ids=repr)
+def test_export_with_symbolic_rows_for_every_activation(act: Any) -> None:
+    q = layers.weight(jlb.FP8_128X128, 40, 160)
+    options = {"act_scale": 0.1} if act == "static" else {"act": act}
+    f = jax.jit(lambda x: jlb.fp8_dot(x, q, **options))
+    (m,) = jax.export.symbolic_shape("m")
+    exported = jax.export.export(f, disabled_checks=jlb.export_checks())(jax.ShapeDtypeStruct((m, 160), jnp.float32))
+    x = layers.activations((5, 160))
+    np.testing.assert_array_equal(exported.call(x), f(x))
