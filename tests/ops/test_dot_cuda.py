@@ -1,4 +1,4 @@
-"""The contract on a GPU, where this version is served by XLA: quantize as XLA divides, dots within the same bounds."""
+"""The contract on a GPU, where this version is served by XLA: the bits of quantize, the bounds of the dots."""
 
 from __future__ import annotations
 
@@ -23,27 +23,25 @@ def on_gpu() -> Any:
         yield
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", layers.FORMATS)
-def test_quantize_is_within_one_code_of_numpy(name: str, dtype: Any) -> None:
-    """XLA's float32 division on a GPU need not be correctly rounded: scales may differ by 2 ulp, then a code by a step.
+def bits_case(name: str) -> Any:
+    """Strict: a format that starts to give the bits has to lose its mark."""
+    reason = "seen on an H200: XLA's quotients by float32 scales are not the correctly rounded ones on a GPU"
+    off = layers.FORMATS[name].scale.name == "f32"
+    return pytest.param(name, marks=pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason) if off else ())
 
-    Scales that are powers of two or E4M3 hide that, so those formats have to give the bits.
-    """
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", [bits_case(name) for name in layers.FORMATS])
+def test_quantize_gives_the_bits_of_numpy(name: str, dtype: Any) -> None:
+    """Among them quotients near the middle between two codes: one ulp of a rewritten division would show."""
     rng = np.random.default_rng(0)
     x = (rng.normal(size=(256, 1024)) * 2.0 ** rng.integers(-12, 12, size=(256, 1))).astype(np.float32)
     x = jnp.asarray(x).astype(dtype)
     got = jax.jit(lambda x: jlb.quantize(x, layers.FORMATS[name]))(x)
     outer = None if got.global_scale is None else float(got.global_scale)
     want = reference.quantize(np.asarray(x), layers.FORMATS[name], global_scale=outer)
-    codes, expected = np.asarray(got.data).view(np.uint8), np.asarray(want.data).view(np.uint8)
-    if got.format.scale.name == "f32":
-        np.testing.assert_array_max_ulp(np.asarray(got.scale), np.asarray(want.scale), maxulp=2)
-        assert np.max(np.abs(codes.astype(int) - expected.astype(int))) <= 1
-        assert np.mean(codes != expected) < 1e-3
-    else:
-        np.testing.assert_array_equal(np.asarray(got.scale).view(np.uint8), np.asarray(want.scale).view(np.uint8))
-        np.testing.assert_array_equal(codes, expected)
+    np.testing.assert_array_equal(np.asarray(got.scale).view(np.uint8), np.asarray(want.scale).view(np.uint8))
+    np.testing.assert_array_equal(np.asarray(got.data).view(np.uint8), np.asarray(want.data).view(np.uint8))
 
 
 @pytest.mark.parametrize("act", [None, jlb.FP8_1X128], ids=repr)
