@@ -136,8 +136,9 @@ def explicit(
     """``call(x, act_scale, weight, bias, out_dtype)`` on the shards of explicitly sharded operands.
 
     Rows (M) and output features (N) keep their sharding; a sharded K is contracted locally and summed with psum in
-    float32 before the bias and the rounding. Nothing is gathered: layouts that would need it are refused, with the
-    reshard that the caller may choose. Outside an explicit mesh this is the plain call.
+    float32 before the bias and the rounding. Neither activations nor codes are gathered: layouts that would need it are
+    refused, with the reshard that the caller may choose; scales and bias, which are small, are laid as the codes are.
+    Outside an explicit mesh this is the plain call.
     """
     mesh = explicit_mesh(x, weight, bias)
     if mesh is None:
